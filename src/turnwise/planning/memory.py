@@ -161,25 +161,12 @@ def rank_memory(
     `cluster.mesh.context` those of a rank's part of the tokens, beside the keys and values of all. A layer with a state counts as
     if a rank computed it completely for all tokens.
     """
-    fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
+    fsdp = config.cluster.fsdp
     _, shard, context, tensor = config.cluster.mesh.shape(ranks)
     units = _units(config, model_config)
-    if fsdp.param_dtype is not None or context * tensor > 1:  # passes as those of a model whose weights have this type
-        dtype = fsdp.param_dtype or config.model.dtype
-        passes = _parts(
-            _of_tokens(config.model_copy(update={"model": changed(config.model, ["dtype"], dtype)}), section, context),
-            _of_one_rank(model_config, tensor),
-            replace(
-                workload, tokens=-(-workload.tokens // context), prompt_tokens=-(-workload.prompt_tokens // context)
-            ),
-            section,
-        )
-        parts |= {name: passes[name] for name in _OF_PASSES}
-        if context > 1:
-            parts["keys and values of all tokens"] = _key_bytes(config, model_config, workload, section) / tensor
-        if context > 1 and (with_state := _part_with_state(model_config)):
-            added = (context - 1) * passes["activations"]
-            parts["layers with a state, of all tokens"] = with_state * added
+    parts = _parts(config, model_config, workload, section)
+    if fsdp.param_dtype is not None or context * tensor > 1:
+        parts |= _of_passes(config, model_config, workload, section, context, tensor)
     program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
     parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
     samples = (
@@ -212,6 +199,25 @@ def rank_memory(
     return Prediction(
         [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
     )
+
+
+def _of_passes(
+    config: Config, model_config: Any, workload: Workload, section: str, context: int, tensor: int
+) -> dict[str, float]:
+    """What passes need on a rank that computes them with others: those of a model whose weights have the gathered type."""
+    dtype = config.cluster.fsdp.param_dtype or config.model.dtype
+    passes = _parts(
+        _of_tokens(config.model_copy(update={"model": changed(config.model, ["dtype"], dtype)}), section, context),
+        _of_one_rank(model_config, tensor),
+        replace(workload, tokens=-(-workload.tokens // context), prompt_tokens=-(-workload.prompt_tokens // context)),
+        section,
+    )
+    parts = {name: passes[name] for name in _OF_PASSES}
+    if context > 1:
+        parts["keys and values of all tokens"] = _key_bytes(config, model_config, workload, section) / tensor
+        if with_state := _part_with_state(model_config):
+            parts["layers with a state, of all tokens"] = with_state * (context - 1) * passes["activations"]
+    return parts
 
 
 def _parts(config: Config, model_config: Any, workload: Workload, section: str) -> dict[str, float]:
