@@ -201,7 +201,8 @@ def startable(config: Config) -> str:
             raise not_here(f"No module named {config.engine.name!r}")
         return f"none: {config.engine.name} in this process"
     python, name = interpreter(engine), config.engine.name
-    return f"{name} {installed_version(server_name(name, 0), python, name)} in the environment of {python}"
+    version = installed_version(server_name(name, 0), python, name)
+    return f"{' '.join([name, version]).strip()}, in the environment of {python}"
 
 
 def servers_beside_trainer(config: Config) -> int | None:
