@@ -410,7 +410,7 @@ def test_the_story_has_all_parts_in_the_order_of_the_tokens() -> None:
         "  ended with finish reason length",
         "  reward 1; advantage -0.5; the environment took 0.00 s",
         "mask: 2 of 7 tokens in 1 segment are trained on",
-        "reward: 1.5, turns 1.5",
+        "reward: 1.5",
         "end: stop reason max_turns, 2 turns, 1.25 s",
     ]
 

@@ -8,6 +8,7 @@ its own environment object, which runs in a thread and is closed once."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -176,13 +177,7 @@ class GymEnvironments:
         """The registered ids whose modules can be imported here."""
         import gymnasium
 
-        known: dict[str, bool] = {}
-        for spec in gymnasium.registry.values():
-            module = str(spec.entry_point).partition(":")[0]
-            if module not in known:
-                known[module] = not isinstance(spec.entry_point, str) or _imports(module)
-        entries = gymnasium.registry.items()
-        return sorted(name for name, spec in entries if known[str(spec.entry_point).partition(":")[0]])
+        return sorted(name for name, spec in gymnasium.registry.items() if _can_begin(spec.entry_point))
 
     def about(self) -> About:
         """What the environment brings."""
@@ -424,8 +419,16 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     return [method for method in found if callable(method)]
 
 
+def _can_begin(entry: Any) -> bool:
+    """Whether a registered environment can be imported: those of games need packages of their own. gymnasium registers functions
+    of its own only to say that a package is missing."""
+    if isinstance(entry, str):
+        return _imports(entry.partition(":")[0])
+    return getattr(entry, "__module__", "") != "gymnasium.envs"
+
+
+@functools.cache
 def _imports(module: str) -> bool:
-    """Whether a module of an environment can be imported. Those of games need packages of their own."""
     try:
         with boundary("environment"):
             importlib.import_module(module)

@@ -126,11 +126,20 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == list(PROVIDERS)
     assert main(["envs", "gymnasium"]) == 0
-    assert "FrozenLake-v1" in capsys.readouterr().out.splitlines()
+    known = capsys.readouterr().out.splitlines()
+    assert "FrozenLake-v1" in known
+    assert "Ant-v2" not in known  # gymnasium says only that mujoco_py is missing
     assert main(["envs", LAKE, "arguments={is_slippery: false}"]) == 0
     shown = capsys.readouterr().out
     assert "players  one" in shown
+    assert "answers  an integer from 0 to 3" in shown
     assert shown.endswith("[user] 0\n")
+    pytest.importorskip("textarena")
+    assert main(["envs", "textarena:Nim-v0"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("needs    textarena:Nim-v0 is a game of 2 players")
+    assert "shown with opponent=random" in shown
+    assert "Current Pile" in shown
     assert main(["envs", "gymnasum:x"]) == 1
     assert "did you mean 'gymnasium'?" in capsys.readouterr().err
 
