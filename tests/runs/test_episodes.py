@@ -182,13 +182,30 @@ def test_a_rollout_server_sends_the_agents_with_their_tokens(recipe: Path, tmp_p
         each.id = f"request7/{each.id}"
     event = json.loads(finished_event(done, id="1/0").removeprefix(b"data: "))
     given = Trajectory(id="1/0", group="1", row=done.row)
-    fill_trajectory(given, event, where="the server")
+    fill_trajectory(given, event, where="the server", sent=0.0)
     assert [(agent.id, agent.episode, agent.agent) for agent in given.agents] == [
         ("1/0/second", "1/0", "second"),
         ("1/0/referee", "1/0", "referee"),
     ]
     assert given.agents[0].segments[0].token_ids == done.agents[0].segments[0].token_ids
     assert given.agents[1].trained is False
+
+
+@pytest.mark.parametrize(("ahead", "moved"), [(0.0, 0.0), (3600.0, -3600.0), (-3600.0, 3597.0)])
+def test_the_times_of_a_machine_with_another_clock_are_moved_to_when_its_conversation_was_asked_for(
+    ahead: float, moved: float, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent at 1000, begun 3 s later, with a turn 1 s later; it took 5 s."""
+    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.max_rows=1"]) == 0
+    (done,) = episodes(read(tmp_path / "out"))[:1]
+    done.started, done.seconds, done.turns[0].started = 1003.0 + ahead, 5.0, 1004.0 + ahead
+    done.agents[0].started = 1004.0 + ahead
+    monkeypatch.setattr("turnwise.rollout_server.wire.time.time", lambda: 1008.0)
+    given = Trajectory(id=done.id, group=done.group, row=done.row)
+    take_over(given, done, sent=1000.0)
+    began = 1003.0 + ahead + moved
+    assert (given.started, given.turns[0].started, given.agents[0].started) == (began, began + 1, began + 1)
+    assert 1000.0 <= began <= 1003.0
 
 
 def exploitability(shares: dict[str, float], rock: float = 2.0) -> float:
@@ -483,7 +500,7 @@ def test_a_rollout_worker_runs_agents_and_frozen_policies_by_a_pickled_recipe(op
         async with rollout_worker(received, "worker 0") as worker:
             return unpickled(await worker.run(pickle.dumps(trajectory), assembly.sampling(received)))
 
-    take_over(empty, asyncio.run(run()))
+    take_over(empty, asyncio.run(run()), sent=0.0)
     assert empty.error is None
     assert [(one.agent, one.policy, one.trained, one.error) for one in empty.agents] == [
         ("second", "past", False, None),

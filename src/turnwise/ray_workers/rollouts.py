@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -497,6 +498,7 @@ class RayRollouts:
         def restarted() -> None:
             self.restarted += 1
 
+        sent = time.time()
         filled = await self._on_worker(
             trajectory.group,
             lambda actor: actor.run.remote(empty, sampling),
@@ -507,7 +509,7 @@ class RayRollouts:
         for each in (done, *done.agents):
             if any(segment.media for segment in each.segments):
                 await asyncio.to_thread(add_tensors, each, vision)
-        take_over(trajectory, done)
+        take_over(trajectory, done, sent=sent)
 
     async def _on_worker(
         self, group: str, call: Callable[[Any], Any], *, name: str, restarted: Callable[[], None]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,6 +191,7 @@ class RolloutClient:
             )
             images = any(has_media(trajectory.row.messages) for trajectory in trajectories)
             body, packed = await asyncio.to_thread(make) if images else make()  # encoding images takes time
+            sent = time.time()
             try:
                 async for event in self._server.events("/rollouts", body):
                     trajectory = remaining.get(_id_of(event))
@@ -198,7 +200,9 @@ class RolloutClient:
                             f"the rollout server sent a trajectory {_id_of(event)!r} that was not asked for"
                         )
                     where = f"the answer of {self.url}/rollouts"
-                    fill_trajectory(trajectory, event, where=where, packed=packed, vision=self.trainer.vision)
+                    fill_trajectory(
+                        trajectory, event, where=where, sent=sent, packed=packed, vision=self.trainer.vision
+                    )
                     del remaining[trajectory.id]
             except ServerFailed as error:
                 if error.status == 503:  # the server has no room

@@ -20,6 +20,7 @@ import hashlib
 import io
 import json
 import re
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -457,12 +458,14 @@ def fill_trajectory(
     value: Mapping[str, Any],
     *,
     where: str,
+    sent: float,
     packed: PackedRows | None = None,
     vision: MediaProcessor | None = None,
 ) -> None:
     """Fill an empty trajectory from a parsed line of the server. Its id, row, seed and group stay.
 
-    `packed` are the images of the request, `vision` is the image processor of the trainer's model.
+    `sent` is when it was asked for; `packed` are the images of the request, `vision` is the image processor of the trainer's
+    model.
 
     Raises EngineError if the line is not a trajectory, or if its images cannot be used.
     """
@@ -472,7 +475,7 @@ def fill_trajectory(
     if not isinstance(agents, list) or not all(isinstance(agent, dict) for agent in agents):
         raise EngineError(f"{where}: `agents` must be a list of trajectories with their completions")
     done.agents = [_received(agent, images, where=where) for agent in agents]
-    take_over(trajectory, done)
+    take_over(trajectory, done, sent=sent)
 
 
 def _received(value: Mapping[str, Any], images: ReceivedImages, *, where: str) -> Trajectory:
@@ -494,8 +497,10 @@ def _received(value: Mapping[str, Any], images: ReceivedImages, *, where: str) -
     return done
 
 
-def take_over(trajectory: Trajectory, done: Trajectory) -> None:
-    """Give an empty trajectory what the conversation of `done` has left. Its id, row, seed and group stay."""
+def take_over(trajectory: Trajectory, done: Trajectory, *, sent: float) -> None:
+    """Give an empty trajectory what the conversation of `done` has left, which was asked for at the time `sent`. Its id, row,
+    seed and group stay."""
+    _on_this_clock(done, sent, time.time())
     for agent in done.agents:
         agent.row, agent.episode = trajectory.row, trajectory.id
     trajectory.agents = done.agents
@@ -505,6 +510,18 @@ def take_over(trajectory: Trajectory, done: Trajectory) -> None:
     trajectory.metrics, trajectory.escaped = done.metrics, done.escaped
     trajectory.logprob_kind, trajectory.template_mismatch = done.logprob_kind, done.template_mismatch
     trajectory.started, trajectory.seconds = done.started, done.seconds
+
+
+def _on_this_clock(done: Trajectory, sent: float, received: float) -> None:
+    """Move the times of a conversation on a machine with another clock, so that it began when it was asked for at the earliest,
+    or else ended now at the latest."""
+    if done.started is None:
+        return
+    moved = max(0.0, sent - done.started) or min(0.0, received - done.started - done.seconds)
+    for each in (done, *done.agents):
+        each.started = None if each.started is None else each.started + moved
+        for turn in each.turns:
+            turn.started = None if turn.started is None else turn.started + moved
 
 
 def _completion(value: Any, turn: Turn, trajectory: Trajectory, where: str) -> Completion:
