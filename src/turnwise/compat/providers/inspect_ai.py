@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.object_factory import plain
-from turnwise.compat.providers.library_thread import LibraryThread
-from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.compat.providers.library_thread import LibraryRollouts
+from turnwise.compat.providers.provider import About
 from turnwise.data.rows import ProvidedRows
-from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
+from turnwise.environments.agents.environment import AgentConnection, AgentError, AgentResult
 from turnwise.environments.agents.requests import (
     AgentAnswer,
     AgentConversation,
@@ -35,7 +35,6 @@ from turnwise.environments.agents.requests import (
     sampling_change,
     tool_call,
 )
-from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Message, Row
 
@@ -59,7 +58,7 @@ _NO_REQUEST = {
 """Parameters that are not about sampling."""
 
 
-class InspectTask(LibraryEnvironments):
+class InspectTask(LibraryRollouts):
     """Makes conversations about the samples of a task (an EnvironmentSource with rows).
 
     Args:
@@ -83,10 +82,7 @@ class InspectTask(LibraryEnvironments):
         model_roles: Mapping[str, str] | None = None,
         seconds_to_finish: float = 60.0,
     ) -> None:
-        if not seconds_to_finish >= 0:
-            raise ConfigError(
-                f"environment.arguments.seconds_to_finish is {seconds_to_finish!r}; it must be at least 0"
-            )
+        super().__init__(f"inspect:{name}", seconds_to_finish)
         self.name = name
         self._tasks = {False: _load(name, dict(arguments or {}))}
         self._tasks[True] = (
@@ -95,9 +91,6 @@ class InspectTask(LibraryEnvironments):
         for task in self._tasks.values():
             _refuse_task(name, task)
         self._roles = _roles(model_roles or {})
-        self._seconds_to_finish = seconds_to_finish
-        self._prompts: ModelPrompts | None = None
-        self._thread = LibraryThread(f"inspect:{name}")
 
     @classmethod
     def names(cls) -> Sequence[str]:
@@ -119,13 +112,6 @@ class InspectTask(LibraryEnvironments):
             )
         )
 
-    def use_prompts(self, prompts: ModelPrompts) -> None:
-        """Refuse messages that the model cannot receive."""
-        self._prompts = prompts
-
-    def __call__(self) -> Environment:
-        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, prompts=self._prompts)
-
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """One sample and its scores. Raises AgentError."""
         task, number = self._tasks[bool(row.fields.get("held_out"))], row["sample"]
@@ -134,11 +120,7 @@ class InspectTask(LibraryEnvironments):
                 f"row {row.id!r} has sample={number!r:.80}; inspect:{self.name} has the samples 0 to {len(task.dataset) - 1}"
             )
         played = _Sample(task, task.dataset[number], number, connection.conversation, self._roles)
-        try:
-            scores = await self._thread.run(played.run)
-        except Failed as failed:
-            raise AgentError(f"inspect:{self.name} failed: {failed.failure.message}") from failed
-        return self._result(scores)
+        return self._result(await self.in_library(played.run))
 
     def _result(self, scores: Mapping[str, Any]) -> AgentResult:
         """The scores as parts of the reward; those of a dictionary are a part for each of its keys."""
@@ -161,10 +143,6 @@ class InspectTask(LibraryEnvironments):
             for name, score in scores.items()
         }
         return AgentResult(rewards=parts, info={"scores": plain(shown)})
-
-    async def aclose(self) -> None:
-        """Wait for samples that clean up."""
-        await self._thread.close()
 
 
 # loading

@@ -1,4 +1,5 @@
-"""The event loop in which a library runs its rollouts beside ours: one thread for all conversations of a source."""
+"""Libraries that run a conversation themselves and ask for the model's turns: an event loop in one thread for all conversations
+of a source, and the source that is such a library's side of `AgentEnvironment`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from turnwise.errors import Failed
+from turnwise.compat.providers.provider import LibraryEnvironments
+from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
+from turnwise.environments.environment import Environment, ModelPrompts
+from turnwise.errors import ConfigError, Failed
+from turnwise.types import Row
 from turnwise.user_code.calls import forget
 from turnwise.user_code.thread_loops import ThreadLoop
 
@@ -59,3 +64,42 @@ class LibraryThread:
             logging.getLogger(__name__).warning("%s was not closed: %s", self._name, error)
         finally:
             thread.stop(wait=False)
+
+
+class LibraryRollouts(LibraryEnvironments):
+    """Makes conversations that a library leads in its own event loop (an EnvironmentSource).
+
+    `label` is the name as recipes write it, `seconds_to_finish` how long the library may score and clean up after a limit of the
+    recipe. Raises ConfigError for a number that is not at least 0.
+    """
+
+    def __init__(self, label: str, seconds_to_finish: float) -> None:
+        if not seconds_to_finish >= 0:
+            raise ConfigError(
+                f"environment.arguments.seconds_to_finish is {seconds_to_finish!r}; it must be at least 0"
+            )
+        self._label, self._seconds_to_finish = label, seconds_to_finish
+        self._prompts: ModelPrompts | None = None
+        self._thread = LibraryThread(label)
+
+    async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
+        """One conversation and its rewards. Raises AgentError."""
+        raise NotImplementedError
+
+    def use_prompts(self, prompts: ModelPrompts) -> None:
+        """Refuse messages that the model cannot receive."""
+        self._prompts = prompts
+
+    def __call__(self) -> Environment:
+        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, prompts=self._prompts)
+
+    async def in_library(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Await a function in the library's event loop. Raises AgentError with the library's error."""
+        try:
+            return await self._thread.run(function)
+        except Failed as failed:
+            raise AgentError(f"{self._label} failed: {failed.failure.message}") from failed
+
+    async def aclose(self) -> None:
+        """Wait for rollouts that clean up."""
+        await self._thread.close()

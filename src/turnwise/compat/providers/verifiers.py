@@ -22,10 +22,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
-from turnwise.compat.providers.library_thread import LibraryThread
-from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.compat.providers.library_thread import LibraryRollouts
+from turnwise.compat.providers.provider import About
 from turnwise.data.rows import ProvidedRows
-from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
+from turnwise.environments.agents.environment import AgentConnection, AgentError, AgentResult
 from turnwise.environments.agents.requests import (
     AgentAnswer,
     AgentConversation,
@@ -38,7 +38,6 @@ from turnwise.environments.agents.requests import (
     template_arguments,
     tool_call,
 )
-from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.types import Message, Row
 from turnwise.user_code.references import resolve
@@ -48,7 +47,7 @@ _ENDED = 410
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Verifiers(LibraryEnvironments):
+class Verifiers(LibraryRollouts):
     """Makes the environments of an installed environment of verifiers (an EnvironmentSource with rows).
 
     Args:
@@ -73,15 +72,10 @@ class Verifiers(LibraryEnvironments):
             raise ConfigError(
                 f"environment.arguments.state_columns is {state_columns!r:.80}; it must be a list of names"
             )
-        if not seconds_to_finish >= 0:
-            raise ConfigError(
-                f"environment.arguments.seconds_to_finish is {seconds_to_finish!r}; it must be at least 0"
-            )
+        super().__init__(f"verifiers:{name}", seconds_to_finish)
         self.name = name
         self.loaded = _load(name, dict(arguments or {}))
-        self._state_columns, self._seconds_to_finish = list(state_columns), seconds_to_finish
-        self._prompts: ModelPrompts | None = None
-        self._thread = LibraryThread(f"verifiers:{name}")
+        self._state_columns = list(state_columns)
 
     @classmethod
     def names(cls) -> Sequence[str]:
@@ -107,13 +101,6 @@ class Verifiers(LibraryEnvironments):
             raise DataError(f"verifiers:{self.name} has no {kind}; name a file of rows in {other}")
         records = table if count is None else table.select(range(min(count, len(table))))
         return ProvidedRows(records=records)
-
-    def use_prompts(self, prompts: ModelPrompts) -> None:
-        """Refuse messages that the model cannot receive."""
-        self._prompts = prompts
-
-    def __call__(self) -> Environment:
-        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, prompts=self._prompts)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """One rollout and its scores. Raises AgentError with the library's error."""

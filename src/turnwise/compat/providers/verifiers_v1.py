@@ -23,17 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
-from turnwise.compat.providers.library_thread import LibraryThread
-from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.compat.providers.library_thread import LibraryRollouts
+from turnwise.compat.providers.provider import About
 from turnwise.compat.providers.verifiers import dependent_distributions
 from turnwise.data.rows import ProvidedRows
 from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions
-from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
+from turnwise.environments.agents.environment import AgentConnection, AgentError, AgentResult
 from turnwise.environments.agents.proxy import Dialect, or_refused
 from turnwise.environments.agents.requests import AgentConversation, Refused
 from turnwise.environments.agents.responses import Responses
-from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Row
 from turnwise.user_code.calls import forget
@@ -52,7 +51,7 @@ _OF_THE_RECIPE = ("model", "client", "sampling")
 """Options of an agent that the recipe decides."""
 
 
-class VerifiersTaskset(LibraryEnvironments):
+class VerifiersTaskset(LibraryRollouts):
     """Makes conversations about the tasks of a taskset (an EnvironmentSource with rows).
 
     Args:
@@ -79,18 +78,12 @@ class VerifiersTaskset(LibraryEnvironments):
         unsandboxed: bool = False,
         seconds_to_finish: float = 60.0,
     ) -> None:
-        if not seconds_to_finish >= 0:
-            raise ConfigError(
-                f"environment.arguments.seconds_to_finish is {seconds_to_finish!r}; it must be at least 0"
-            )
+        super().__init__(f"verifiers_v1:{name}", seconds_to_finish)
         self.name = name
         self._env, taskset = _load(name, dict(arguments or {}), dict(agent or {}))
         _refuse_harness(name, self._env, unsandboxed=unsandboxed)
         self._tasks = {False: _Tasks(self._env.taskset)}
         self._tasks[True] = _Tasks(taskset(eval_arguments)) if eval_arguments is not None else self._tasks[False]
-        self._seconds_to_finish = seconds_to_finish
-        self._prompts: ModelPrompts | None = None
-        self._thread = LibraryThread(f"verifiers_v1:{name}")
         self._serving = _Serving(self._env)
         self._numbers = itertools.count()
 
@@ -115,24 +108,13 @@ class VerifiersTaskset(LibraryEnvironments):
             found = tasks.first(count)
         return ProvidedRows(records=({"task": n, **_named(task), **held} for n, task in enumerate(found)))
 
-    def use_prompts(self, prompts: ModelPrompts) -> None:
-        """Refuse messages that the model cannot receive."""
-        self._prompts = prompts
-
-    def __call__(self) -> Environment:
-        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, prompts=self._prompts)
-
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """One episode and its rewards. Raises AgentError with the library's error."""
         index = row["task"]
         task = self._tasks[bool(row.fields.get("held_out"))].at(index)
         if task is None:
             raise AgentError(f"row {row.id!r} has task={index!r:.80}, and verifiers_v1:{self.name} has no such task")
-        try:
-            episode = await self._thread.run(partial(self._episode, task, connection.conversation))
-        except Failed as failed:
-            raise AgentError(f"verifiers_v1:{self.name} failed: {failed.failure.message}") from failed
-        return self._result(episode)
+        return self._result(await self.in_library(partial(self._episode, task, connection.conversation)))
 
     async def aclose(self) -> None:
         """Wait for episodes that clean up, and end the library's servers."""
