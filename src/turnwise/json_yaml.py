@@ -88,6 +88,25 @@ PlainLoader.yaml_implicit_resolvers = {
 }
 
 
+_CLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_CDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""PyYAML's classes in C, where it was built with libyaml."""
+
+
+class RecordedLoader(_CLoader):
+    """Reads what turnwise has written, ten times as fast as the loader that explains the defects of users' files."""
+
+
+RecordedLoader.yaml_implicit_resolvers = PlainLoader.yaml_implicit_resolvers
+
+
+def yaml_text(value: Any) -> str:
+    """YAML of mappings, lists and plain values, in their order. In C, PyYAML is four times as fast, but writes emoji as numbers:
+    texts with them are written by its slow class."""
+    text = yaml.dump(value, Dumper=_CDumper, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True) if "\\U" in text else text
+
+
 def parse_yaml(
     text: str, *, where: str, error: type[TurnwiseError], loader: type[yaml.SafeLoader] = PlainLoader
 ) -> Any:

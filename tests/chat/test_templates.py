@@ -28,9 +28,6 @@ from turnwise.types import Opening, Reply, Row, Turn
 # Chat templates of real models: written turn by turn, they are the one pass, or it is said where they are not.
 
 
-# Chat templates of real models: written turn by turn, they are the one pass, or it is said where they are not.
-
-
 FILES = template_files()
 
 NAMES = [path.stem for path in FILES]
@@ -101,8 +98,10 @@ follow: the sanity check reports it."""
 
 
 @needs_templates
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+@pytest.mark.parametrize(
+    "path", FILES, ids=NAMES
+)  # below: a worker that takes a part of the tests makes fewer renderers
 def test_the_incremental_ids_are_those_of_the_one_pass_wherever_the_template_is_append_only(
     path: Path, scenario: Scenario
 ) -> None:
@@ -144,8 +143,10 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
 
 
 @needs_templates
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+@pytest.mark.parametrize(
+    "path", FILES, ids=NAMES
+)  # below: a worker that takes a part of the tests makes fewer renderers
 def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_only_what_one_pass_writes_otherwise(
     path: Path, scenario: Scenario
 ) -> None:

@@ -14,7 +14,8 @@ from support.conversations import Says, a_row, hold
 from support.runs import a_run
 from turnwise.config.recipe import checked, with_known_model
 from turnwise.environments.environment import SingleTurn
-from turnwise.errors import RunError
+from turnwise.errors import ConfigError, RunError
+from turnwise.json_yaml import PlainLoader, RecordedLoader, parse_yaml, yaml_text
 from turnwise.record.run_directory import RunDirectory, RunLock, is_being_written
 from turnwise.record.summary import (
     MetricValues,
@@ -182,3 +183,24 @@ def test_a_directory_of_runs_and_what_is_no_run(tmp_path: Path) -> None:
     assert [problem.partition(" is not a run")[0] for problem in problems] == [str(tmp_path / "absent")]
     with pytest.raises(RunError, match="is not a run"):
         summarize_run(tmp_path / "sweep" / "notes")
+
+
+# the YAML of recipes
+
+
+WRITTEN = {
+    "system": "Answer with 😀 or with 第.",
+    "long": "Two lines.\n\n  Indented: # no comment\n" + "long " * 60,
+    "texts": ["1e3", "null", "2024-01-01", "yes", " lead", "a: b", "", "\u0085\x07\t", "{x}", "- x"],
+    "values": [None, True, 3, 0.1, 1e-7, float("inf"), -0.0, [], {}, [[1], {"a": {"b": []}}]],
+}
+
+
+@pytest.mark.parametrize("value", [WRITTEN, {name: part for name, part in WRITTEN.items() if name != "system"}])
+def test_a_written_recipe_is_read_as_it_was_in_the_same_order(value: dict[str, Any]) -> None:
+    """By PyYAML's classes in C, by its own, and with emoji by a person."""
+    text = yaml_text(value)
+    for loader in (RecordedLoader, PlainLoader):
+        read = parse_yaml(text, where="recipe", error=ConfigError, loader=loader)
+        assert repr(read) == repr(value)
+    assert ("😀" in text) == ("system" in value)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from turnwise.errors import ConfigError, Failed, RunError, boundary
-from turnwise.json_yaml import parse_json, parse_yaml, read_text
+from turnwise.json_yaml import RecordedLoader, parse_json, parse_yaml, read_text
 from turnwise.options.environment_values import insert_values
 from turnwise.record.lines import LineFile, existing_file, open_lines
 from turnwise.record.metrics import reward_parts
@@ -284,7 +284,7 @@ def recorded_options(run: Path) -> Mapping[str, Any]:
     config = run / "config.yaml"
     if not config.is_file():
         return {}
-    tree = parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError)
+    tree = parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError, loader=RecordedLoader)
     if not isinstance(tree, dict):
         return {}
     try:

@@ -20,10 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from turnwise.errors import RunError
-from turnwise.json_yaml import PlainLoader, parse_json, parse_yaml, read_text
+from turnwise.json_yaml import RecordedLoader, parse_json, parse_yaml, read_text
 from turnwise.record.lines import existing_file
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read_lines
 from turnwise.record.run_directory import is_being_written
@@ -253,17 +251,6 @@ def _state(
 # options
 
 
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""PyYAML's loader in C, where it was built with libyaml."""
-
-
-class _FastLoader(_SafeLoader):
-    """Reads a recipe that turnwise has written ten times as fast as the loader that explains the defects of users' files."""
-
-
-_FastLoader.yaml_implicit_resolvers = PlainLoader.yaml_implicit_resolvers
-
-
 def recorded_values(path: Path) -> dict[str, Any]:
     """The options of a run's config.yaml by their dotted names, such as `train.lr`; empty where there is none. Values of
     environment variables stay references: `${NAME}`, and those that were chosen for the machine are what the recipe says.
@@ -274,7 +261,7 @@ def recorded_values(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     text = read_text(file, error=RunError)
-    tree = parse_yaml(text, where=str(file), error=RunError, loader=_FastLoader)
+    tree = parse_yaml(text, where=str(file), error=RunError, loader=RecordedLoader)
     comment = text.rstrip().rpartition("\n")[2]
     chosen = (
         parse_json(comment.removeprefix(CHOSEN), where=str(file), error=RunError) if comment.startswith(CHOSEN) else {}

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from turnwise.errors import RunError
+from turnwise.json_yaml import yaml_text
 from turnwise.record.lines import compressed_parts, is_compressed
 from turnwise.record.trajectory_json import MediaStore, trajectory_line
 from turnwise.types import Trajectory
@@ -51,7 +50,7 @@ def trajectory_lines(path: Path, trajectories: Iterable[Trajectory], *, step: in
 def write_config(path: Path, config: Config) -> None:
     """Write a resolved recipe, and as a comment what it said where the run has chosen a value. The file is replaced in one step:
     it is never half written."""
-    text = yaml.safe_dump(config.written(), sort_keys=False, allow_unicode=True)
+    text = yaml_text(config.written())
     replace_file(path, text + (f"{CHOSEN}{json.dumps(config.chosen)}\n" if config.chosen else ""))
 
 
