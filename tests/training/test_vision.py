@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+import yaml
 from transformers import AutoTokenizer
 
 from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs, said_logprobs
 from support.mixtures import disturb_routers
+from support.training import train_silently
 from support.vision import (
     MARKS,
     TEMPLATE,
@@ -26,12 +29,15 @@ from support.vision import (
     vision_tokenizer,
 )
 from turnwise.chat.media import MediaProcessor
+from turnwise.config.recipe import load
+from turnwise.data.images import digest, load_image
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.forward import VisionForward
-from turnwise.errors import EngineError, TurnwiseError
+from turnwise.errors import ConfigError, EngineError, TurnwiseError
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.options.algorithm import PpoClip
+from turnwise.train import TrainingRun, assemble
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.local_critic import LocalCritic
@@ -656,3 +662,70 @@ def test_a_model_whose_images_look_ahead_is_refused(tmp_path: Path) -> None:
         EngineError, match=r"Gemma3ForConditionalGeneration computes other logits .* do not attend as text does"
     ):
         asyncio.run(ask(engine, "c", segment))
+
+
+# a run, from the data file to a checkpoint that can be gone on with
+
+
+PLACES = Path(__file__).parent.parent / "support" / "vision.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    rows = []
+    for n in range(4):
+        picture(16, 8 * (n + 1), seed=n).save(tmp_path / f"{n}.png")
+        rows.append({"prompt": f"<image>What is {n}?", "images": [f"{n}.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model": {"path": str(model), "device": "cpu"},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "environment": f"{PLACES}:shows_another",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def run(recipe: Path, *overrides: str) -> TrainingRun:
+    one = assemble(load(recipe, overrides)[0])
+    train_silently(one)
+    return one
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_training_sees_from_the_row_to_the_checkpoint_and_goes_on(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "data.return_multi_modal_inputs=true")
+    run(recipe, "resume=auto", "train.steps=3")
+    metrics, records = lines(tmp_path / "run" / "metrics.jsonl"), lines(tmp_path / "run" / "trajectories.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2, 3]
+    assert all(one["ratio/max_deviation"] < 1e-3 and one["grad_norm"] > 0 for one in metrics)
+    assert len(records) == 3 * 2 * 3
+    for one in records:
+        assert one["error"] is None
+        assert "multi_modal_inputs" not in one["row"]
+        first = one["segments"][0]["media"][0]
+        assert digest(load_image(one["messages"][0]["content"][0]["image"], where="it")) == first["sha256"]
+    longer = [one for one in records if len(one["turns"]) == 2]  # those whose first turn was not cut
+    assert longer
+    for one in longer:
+        second = one["segments"][0]["media"][1]
+        assert one["messages"][2]["content"][0]["image"] == f"sha256:{second['sha256']}"
+        assert (tmp_path / "run" / "media" / f"{second['sha256']}.png").is_file()
+
+
+def test_an_option_of_images_is_refused_where_there_are_none(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n')
+    with pytest.raises(ConfigError, match="return_multi_modal_inputs=false has no effect: no row contains an image"):
+        assemble(load(recipe, ("data.return_multi_modal_inputs=false",))[0])
