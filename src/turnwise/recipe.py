@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack
 
 from turnwise.config.recipe import checked, load, with_known_model
 from turnwise.errors import ConfigError
-from turnwise.json_yaml import yaml_text
 from turnwise.options.environment_values import with_references
 from turnwise.options.schema import Config
 from turnwise.options.section import named
@@ -106,13 +105,18 @@ class Recipe:
 
         Raises ConfigError if it has objects that only this process knows, or if the file cannot be written.
         """
+        import yaml
+
         if live := sorted({text for text in _texts(self.tree) if is_live(text)}):
             raise ConfigError(
                 f"the recipe has objects of this process, which a file cannot name: {', '.join(live)}. Put them into a file, "
                 f"and refer to them as path/to/file.py:name"
             )
         try:
-            Path(path).write_text(yaml_text(with_references(self.tree, self.config.origins)), encoding="utf-8")
+            Path(path).write_text(
+                yaml.safe_dump(with_references(self.tree, self.config.origins), sort_keys=False, allow_unicode=True),
+                encoding="utf-8",
+            )
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
