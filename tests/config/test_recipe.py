@@ -474,7 +474,7 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
             "train.per_device_train_batch_size=4",
             "write per_device_train_batch_size x gradient_accumulation_steps x devices",
         ),
-        ("engine.gpu_memory_utilization=0.5", "engine.memory_gb, a number of GB and no share"),
+        ("engine.gpu_memory_utilization=0.5", "engine.memory_gb, a number of GiB and no share"),
         ("loss.loss_type=dr_grpo", "; write loss.normalizer=constant loss.constant_length=<max_completion_length>"),
         ("loss_type=bnpo", "there is no option loss_type; write loss.normalizer=token"),
         ("loss_type=other", "losses are in loss.name, and how a loss is averaged is in loss.normalizer"),
