@@ -32,6 +32,7 @@ from turnwise.config.recipe import RENAMED, load
 from turnwise.config.resume_rules import RULES
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.examine import examine
+from turnwise.environments.agents import Program
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.users import ModelledUser
 from turnwise.options.schema import Config, ToolUse
@@ -423,6 +424,23 @@ def test_the_program_of_the_page_is_trained_with_and_its_tokens_are_exact(tmp_pa
     assert all(step["ratio/max_deviation"] < 1e-3 for step in steps)  # trainer and engine agree on every token
     assert all(step["metrics/agent/forked"] == 0 and step["failed"] == 0 for step in steps)
     assert any(step["tokens/trained"] > 0 for step in steps)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("curl") and shutil.which("jq")), reason="the script of the page needs curl and jq"
+)
+def test_the_shell_script_of_the_page_asks_and_gives_rewards(tmp_path: Path) -> None:
+    (tmp_path / "agent.sh").write_text(block("# agent.sh"), encoding="utf-8")
+    program = Program(command=f"bash {tmp_path / 'agent.sh'}")
+    try:
+        found = hold_all(Says("It is 5."), program, size=1, row=a_row(answer="5"))
+        found += hold_all(Says("It is 4."), program, size=1, row=a_row(answer="5"))
+    finally:
+        asyncio.run(program.aclose())
+    assert [(one.error, one.turns[0].text, one.turns[0].reward) for one in found] == [
+        (None, "It is 5.", 1.0),
+        (None, "It is 4.", 0.0),
+    ]
 
 
 @pytest.mark.slow

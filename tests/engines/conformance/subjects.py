@@ -140,6 +140,13 @@ class Scripted(Subject):
         return 0
 
 
+def sampling(engine: LocalEngine) -> int:
+    """How many requests of an embedded engine have sampled a token, and are not ended or cancelled."""
+    batch = engine._core.batch
+    begun = sum(int(batch._num_sampled_S[slot] > 0) for slot in list(batch.requests))
+    return min(begun, len(engine._requests))
+
+
 class Local(Subject):
     """The embedded engine, on a copy of the model."""
 
@@ -153,7 +160,7 @@ class Local(Subject):
         )
 
     async def running(self) -> int:
-        return len(self._engine._requests)
+        return sampling(self._engine)
 
 
 class Adapted(Subject):
@@ -184,7 +191,7 @@ class AdaptedLocal(Adapted):
         await self.engine.load_weights(version)
 
     async def running(self) -> int:
-        return len(self._engine._requests)
+        return sampling(self._engine)
 
 
 def load_model() -> PreTrainedModel:
