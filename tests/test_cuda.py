@@ -13,9 +13,9 @@ import torch
 import yaml
 
 import test_train
-import test_vision
 from support.tiny import BLOCKS_OF_4_BITS, save_model, save_rows
 from support.vision import picture, save_vision_model
+from training import test_vision
 from turnwise.training.flash_tree import problem_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

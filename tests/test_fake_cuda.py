@@ -16,12 +16,12 @@ import torch.nn.functional as F
 import transformers
 
 import test_train
-import test_vision
 from runs.test_trained_policies import GAME
 from support.fake_cuda import Traffic, fake_cuda, on_device
 from support.recipes import save_recipe
 from support.tiny import BLOCKS_OF_4_BITS, save_model, tiny_model
 from support.vision import picture, save_vision_model
+from training import test_vision
 from training.test_batch import conversations
 from turnwise.doctor import fit
 from turnwise.engines.local import LocalEngine
