@@ -16,7 +16,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, DataError, TemplateError
-from turnwise.local_paths import looks_like_path
+from turnwise.local_paths import looks_like_path, offline_without_network
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.schema import QuantizationSection
 from turnwise.user_code.references import resolve
@@ -132,7 +132,7 @@ HUB = {
         "Correct model.path (a model directory or a hub id), or log in with `hf",
     ),
     "disabled": (403, "Other", "The hub answers with status 403: try again later"),
-    "no network": (0, "", "and the cache (HF_HOME) has no such model: run `hf download org/model --local-dir DIR`"),
+    "no network": (0, "", "or run `hf download org/model --local-dir DIR` where there is a network"),
 }
 """What the hub answers, and what turnwise says then."""
 
@@ -159,6 +159,10 @@ def test_what_the_hub_answers_is_told_with_what_to_do(
         return http.Response(status, headers={"X-Error-Code": code}, request=request)
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        "turnwise.local_paths.offline_without_network", lambda: None
+    )  # the hub's name is not asked for here
     no_wait = SimpleNamespace(sleep=lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # not of every thread of this process
     huggingface_hub.set_client_factory(lambda: http.Client(transport=http.MockTransport(answer)))
@@ -172,6 +176,31 @@ def test_what_the_hub_answers_is_told_with_what_to_do(
             assert message in " ".join("".join(capsys.readouterr()).split())
     finally:
         huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
+
+
+@pytest.mark.parametrize("proxy", [False, True])
+def test_a_hub_whose_name_has_no_address_is_not_asked_again_and_again(
+    proxy: bool, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if proxy:
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")  # this domain never has an address (RFC 2606)
+    offline_without_network.cache_clear()
+    if proxy:
+        offline_without_network()
+        assert constants.HF_HUB_OFFLINE is False
+    else:
+        where = re.escape(f"there is no directory {places}/org/model: correct the path, or run `hf download org/model")
+        with pytest.raises(ConfigError, match=where):
+            load_model(ModelSource(path="org/model", device="cpu"))
+        assert constants.HF_HUB_OFFLINE is True
+    offline_without_network.cache_clear()
 
 
 def test_a_model_that_is_not_in_the_cache_of_a_hub_that_must_not_be_asked(

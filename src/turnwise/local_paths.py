@@ -6,10 +6,13 @@ A hub name is looked up over the network, which takes a minute where there is no
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from turnwise.errors import Failed, TurnwiseError, nearest
 
@@ -87,7 +90,7 @@ def no_file(path: Path, kind: str) -> str | None:
 
 
 def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], weights: bool = True) -> None:
-    """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked at. `weights`: the
+    """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked up. `weights`: the
     directory must have the weights, too.
 
     Raises `error`.
@@ -96,6 +99,7 @@ def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], wei
     place = Path(os.path.abspath(os.path.expanduser(text)))
     try:
         if not looks_like_path(text):
+            offline_without_network()
             return
         if not place.exists() and not place.is_symlink():
             raise error(
@@ -117,6 +121,23 @@ def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], wei
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
+
+
+@functools.cache
+def offline_without_network() -> None:
+    """Let the hub's library use its cache only, for the rest of this process, if the hub's name cannot be resolved.
+
+    It would ask five times for each file, which takes half a minute and more, before it looks into the cache.
+    """
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return  # the proxy resolves names
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def refuse_weights_in_parts(model: str | Path, *, error: type[TurnwiseError]) -> None:
@@ -155,8 +176,8 @@ def model_advice(path: str | Path, failed: Failed) -> str:
         return f"The hub answers with status {status}: try again later, or set model.path to a model directory"
     if found(LocalEntryNotFoundError, OfflineModeIsEnabled):
         return (
-            f"The hub is not reached, and the cache (HF_HOME) has no such model: run `hf download {path} --local-dir DIR` where "
-            f"there is a network, and set model.path to DIR"
+            f"The hub is not reached, the cache (HF_HOME) has no such model, and there is no directory {os.path.abspath(path)}: "
+            f"correct the path, or run `hf download {path} --local-dir DIR` where there is a network, and set model.path to DIR"
         )
     return "model.path must be a model directory or a hub id"
 

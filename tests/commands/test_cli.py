@@ -472,6 +472,19 @@ def test_an_option_written_with_dashes_is_answered_with_how_it_is_written(capsys
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_a_model_beside_a_new_project_is_found_from_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    assert main(["init", "quiz", "--model", "models/small"]) == 0
+    place = str(tmp_path / "models" / "small")
+    assert f"turnwise doctor {place} --recipe recipe.yaml " in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "quiz" / "recipe.yaml").read_text())["model"]["path"] == place
+    assert main(["init", "other", "--model", "org/name"]) == 0
+    assert yaml.safe_load((tmp_path / "other" / "recipe.yaml").read_text())["model"]["path"] == "org/name"
+
+
 def test_a_starter_project_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,7 +168,9 @@ def test_learning_rates_fall_with_the_size_and_rise_for_adapters() -> None:
 def test_a_starter_recipe_for_a_model_and_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_config(tmp_path / "model", "8B")
     assert main(["init", str(tmp_path / "new"), "--model", str(path), "--gpu", "24"]) == 0
-    assert "on a GPU with 24 GiB: LoRA, checkpointing" in capsys.readouterr().out.replace("\n", " ")
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert "on a GPU with 24 GiB: LoRA, checkpointing" in printed
+    assert f"turnwise doctor {path} --recipe recipe.yaml model.device=cuda --memory-gb 24 " in printed
     written = yaml.safe_load((tmp_path / "new" / "recipe.yaml").read_text())
     assert written["model"] | {"path": ""} == {
         "path": "", "dtype": "bfloat16", "lora": {"rank": 32, "alpha": 64}, "gradient_checkpointing": True,

@@ -195,11 +195,16 @@ def register_init(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_init(options: argparse.Namespace, context: Context) -> int:
-    changes, fits = ({}, []) if options.gpu is None else _for_gpu(options.model, options.gpu)
-    paths = write_project(options.folder, model=options.model, changes=changes)
-    model = "model" if options.model is None else options.model
+    model, of_card = options.model, ""
+    if model is not None and options.folder != Path() and Path(model).is_dir():
+        model = str(Path(model).absolute())  # the commands are given in the project's directory
+    changes, fits = ({}, []) if options.gpu is None else _for_gpu(model, options.gpu)
+    if options.gpu:  # perhaps not the memory of this machine
+        of_card = f" model.device=cuda --memory-gb {options.gpu:g}"
+    paths = write_project(options.folder, model=model, changes=changes)
+    checked = f"turnwise doctor {shlex.quote(model or 'model')} --recipe recipe.yaml{of_card}"
     commands = {
-        f"turnwise doctor {shlex.quote(model)} --recipe recipe.yaml": "check the model and the recipe",
+        checked: "check the model and the recipe",
         "turnwise train recipe.yaml": "train",
         "turnwise show runs/first --best 1": "read a conversation",
         "turnwise eval recipe.yaml --model runs/first": "evaluate the trained model",

@@ -109,7 +109,9 @@ def _checked(config: Config, memory: Memory) -> Check:
         advice = f"set {found.text} ({found.gib:.1f} GiB{found.remark})"
     else:
         least = (
-            f"with {found.text} still {found.gib:.1f} GiB" if found.options else "no option of the recipe changes that"
+            f"of all changes that were tried, {found.text} needs the least, still {found.gib:.1f} GiB"
+            if found.text
+            else "no option of the recipe changes that"
         )
         advice = f"{least}: use a smaller model, shorter conversations (limits.context), or more memory"
     return replace(check, text=f"{check.text}: {advice}")
@@ -156,8 +158,8 @@ class Fitting:
 
     @property
     def text(self) -> str:
-        """The options as the command line has them."""
-        return " ".join(f"{name}={shown(value)}" for name, value in self.options.items())
+        """The options as the command line has them, without numbers that nothing is left to compute for."""
+        return " ".join(f"{name}={shown(value)}" for name, value in self.options.items() if value is not None)
 
     @property
     def remark(self) -> str:

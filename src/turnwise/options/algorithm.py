@@ -704,8 +704,8 @@ class LoraSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        """`lora: true` is an adapter with the usual rank, and `lora: 8` one with this rank."""
-        if isinstance(value, bool):
+        """`lora: true` is an adapter with the usual rank, `lora: 8` one with this rank, `false` or `null` none."""
+        if value is None or isinstance(value, bool):
             return {"rank": _USUAL_RANK} if value else {}
         return {"rank": value} if isinstance(value, int) else value
 
