@@ -112,6 +112,13 @@ def test_a_recipe_or_a_reference_that_is_no_file_is_refused_with_what_is_there(p
             resolve("demo.py:x" if path == "demo" else f"{path[:5000]}.py:x", key="environment")
 
 
+def test_a_change_where_the_recipe_belongs_is_told_as_such() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'algorithm\.adv_estimator=grpo' is given where the recipe belongs: .*verl's"
+    ):
+        load("algorithm.adv_estimator=grpo")
+
+
 def test_the_command_line_prints_no_traceback_for_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "done"]) == 1
     printed = " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -511,6 +512,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
     """
     path = Path(path)
     if (problem := no_file(path, "recipe")) is not None:
+        if re.match(r"[+~\w]+(\.\w+)+=", str(path)):
+            raise ConfigError(
+                f"{str(path)[:200]!r} is given where the recipe belongs: name the recipe first, then the changes to it (of "
+                f"verl's configuration: add --config-path=config --config-name=ppo_trainer)"
+            )
         raise ConfigError(f"{problem}; recipes are YAML files, such as recipes/calculator.yaml")
     tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     if not isinstance(tree, dict):

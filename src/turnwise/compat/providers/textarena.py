@@ -170,7 +170,10 @@ class _TextGame:
         done, observation, _ = await self._opponents_move()
         if done:
             ended = self._unfinished or f"textarena:{self._source.name} ended"
-            raise ValueError(f"{ended} before the first move of player {self._seat}")
+            raise ValueError(
+                f"{ended} before the first move of player {self._seat}: another player, who moves first, has ended it (set "
+                f"environment.arguments.seat to 0, or another environment.arguments.opponent)"
+            )
         return Opening(messages=opened(row.messages, self._view.new(observation)))
 
     @property
