@@ -21,6 +21,7 @@ from turnwise.commands.show import Selection, show
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, RunError
+from turnwise.record.reader import RecordedTrajectories
 from turnwise.record.writer import Retention
 from turnwise.runs.replay import replay
 from turnwise.train import assemble
@@ -147,6 +148,17 @@ def test_what_differs_is_said(
     assert "1/0 differs:" in printed
     assert [text for text in expected if text not in printed] == []
     assert "0 of 1 conversations are the same, 1 differ" in printed
+
+
+def test_the_mean_rewards_of_conversations_that_differ_are_compared(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = collected(tmp_path, model)
+    before = [float(one.reward or 0.0) for one in RecordedTrajectories(out)]
+    status, printed = replayed(out, capsys, "--all", *changed(tmp_path, "reward=0.25", "reward=0.75"))
+    assert status == 1
+    mean = sum(before) / len(before)
+    assert printed.endswith(f"mean reward: {mean:.3f} recorded, {mean + 0.5:.3f} now\n")
 
 
 def test_a_changed_limit_changes_the_stop_reason(

@@ -220,4 +220,8 @@ def _run_replay(options: argparse.Namespace, context: Context) -> int:
     same = len(replayed) - len(different) - len(skipped)
     text = f"{same} of {len(replayed)} conversations are the same, {len(different)} differ"
     print_lines(console, [f"{text}, {len(skipped)} failed and were not replayed" if skipped else text])
+    rewards = [conversation.rewards for conversation in replayed if conversation.rewards is not None]
+    if different and len(rewards) > 1:
+        before, now = (sum(values) / len(rewards) for values in zip(*rewards, strict=True))
+        print_lines(console, [f"mean reward: {before:.3f} recorded, {now:.3f} now"])
     return int(bool(different or damaged))

@@ -65,6 +65,8 @@ class Replayed:
     """What could not be compared exactly, and why."""
     skipped: str | None = None
     """Why the conversation was not replayed; None if it was."""
+    rewards: tuple[float, float] | None = None
+    """The recorded reward and the one now; None where one is missing."""
 
 
 async def replay(
@@ -355,7 +357,9 @@ def _compared(old: Trajectory, now: Trajectory | None, renderer: Renderer | None
         if renderer is not None and isinstance(_completion(turn, old, renderer), RecordedText)
     ]
     notes = [f"turn {index}: not all of its tokens are in the record, so its text was encoded" for index in encoded]
-    return Replayed(id=old.id, differences=list(_differences(_comparable(old), _comparable(now), "")), notes=notes)
+    differences = list(_differences(_comparable(old), _comparable(now), ""))
+    rewards = None if old.reward is None or now.reward is None else (old.reward, now.reward)
+    return Replayed(id=old.id, differences=differences, notes=notes, rewards=rewards)
 
 
 def _comparable(trajectory: Trajectory) -> dict[str, Any]:
