@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import yaml
 
 import test_train
 from support.tiny import BLOCKS_OF_4_BITS, save_model, save_rows
-from support.vision import picture, save_vision_model
+from support.vision import save_picture_recipe, save_vision_model
 from training import test_vision
 from turnwise.training.flash_tree import problem_of
 
@@ -128,21 +127,7 @@ def test_the_flash_kernel_computes_trees(heads: int, key_heads: int, size: int) 
 
 
 def test_images_are_learnt_from(tmp_path: Path) -> None:
-    rows = []
-    for n in range(4):
-        picture(16, 8 * (n + 1), seed=n).save(tmp_path / f"{n}.png")
-        rows.append({"prompt": f"<image>What is {n}?", "images": [f"{n}.png"]})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "model": {"path": str(save_vision_model(tmp_path / "model")), "device": "cuda"},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "environment": f"{test_vision.PLACES}:shows_another",
-        "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
-        "output": str(tmp_path / "run"),
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
-    test_vision.run(tmp_path / "recipe.yaml")
+    test_vision.run(save_picture_recipe(tmp_path, save_vision_model(tmp_path / "model"), device="cuda"))
     for metrics in test_vision.lines(tmp_path / "run" / "metrics.jsonl"):
         assert metrics["tokens/trained"] > 0
         assert metrics["failed"] == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from PIL import Image
 from transformers import (
     PreTrainedTokenizerFast,
@@ -195,3 +197,23 @@ async def shows_another(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     shown = [image_part(picture(24, 16, seed=int(row.id))), text_part("And this?")]
     turn = yield Reply(messages=[{"role": "user", "content": shown}], reward=-len(turn.text) / 10)
     yield Reply(reward=-len(turn.text) / 10, done=True)
+
+
+def save_picture_recipe(folder: Path, model: Path, *, device: str = "cpu") -> Path:
+    """A recipe that trains for two steps on four rows with an image each, of the environment `shows_another`."""
+    rows = []
+    for n in range(4):
+        picture(16, 8 * (n + 1), seed=n).save(folder / f"{n}.png")
+        rows.append({"prompt": f"<image>What is {n}?", "images": [f"{n}.png"]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model": {"path": str(model), "device": device},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "environment": f"{__file__}:shows_another",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
+        "output": str(folder / "run"),
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path

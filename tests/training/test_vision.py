@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-import yaml
 from transformers import AutoTokenizer
 
 from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs, said_logprobs
@@ -23,6 +22,7 @@ from support.vision import (
     image_part,
     image_processor,
     picture,
+    save_picture_recipe,
     save_vision_model,
     text_part,
     vision_model,
@@ -677,22 +677,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    rows = []
-    for n in range(4):
-        picture(16, 8 * (n + 1), seed=n).save(tmp_path / f"{n}.png")
-        rows.append({"prompt": f"<image>What is {n}?", "images": [f"{n}.png"]})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "model": {"path": str(model), "device": "cpu"},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "environment": f"{PLACES}:shows_another",
-        "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_picture_recipe(tmp_path, model)
 
 
 def run(recipe: Path, *overrides: str) -> TrainingRun:

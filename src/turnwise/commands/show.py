@@ -143,7 +143,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     if not one or options.sort or form != "text":
         if selectors:
             raise ConfigError(f"{selectors[0]} prints conversations of one run: give the directory of one run")
-        show_runs(context.console, options)
+        show_runs(context.console, options, form=form)
         return 0
     selection = Selection(
         id=options.id,
@@ -162,7 +162,7 @@ def _is_one(path: Path) -> bool:
     return may_be_run(path) or os.path.isfile(path / "metrics.jsonl") or bool(evaluated_runs(path))
 
 
-def show_runs(console: Console, options: argparse.Namespace) -> None:
+def show_runs(console: Console, options: argparse.Namespace, *, form: str) -> None:
     """Print several runs as a table, as JSON or as CSV. A path that is no run is named. Raises RunError if none is a run."""
     runs, problems = find_summaries(options.runs)
     if not runs:
@@ -172,8 +172,8 @@ def show_runs(console: Console, options: argparse.Namespace) -> None:
         f"eval/{name}" if options.evaluation and not name.startswith("eval/") else name for name in options.metric
     ]
     records = run_records(runs, metrics=metrics, by=options.sort)
-    if options.json or options.csv:
-        _print_records(console, records, "json" if options.json else "csv")
+    if form != "text":
+        _print_records(console, records, form)
         print_left_out(Console(stderr=True), problems)
         return
     print_runs(console, records)

@@ -292,7 +292,7 @@ class Sweep:
             print_runs(context.console, run_records(summaries, metrics=shown, by=by))
             if by is not None:
                 print_over_seeds(context.console, summaries, shown, by=by)
-            if by is None:
+            else:
                 print_lines(
                     context.console, [f"not sorted: no run has the metric {metric}{metric_hint(metric, names)}"]
                 )

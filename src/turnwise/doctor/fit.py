@@ -62,9 +62,9 @@ def fitted(config: Config, model_config: Any, workload: Workload, *, section: st
     if open_cache:
         # while conversations run during the update, the cache has what the update leaves
         used = update if config.train.max_staleness > 0 else always_bytes(config, model_config, section)
-        gib = (limit - used) / 2**30
-        if gib >= _CACHE_STEP:
-            config = changed(config, ["engine", "memory_gb"], cache_step(gib))
+        left = (limit - used) / 2**30
+        if left >= _CACHE_STEP:
+            config = changed(config, ["engine", "memory_gb"], cache_step(left))
     return config
 
 

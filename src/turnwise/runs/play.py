@@ -49,7 +49,6 @@ COMMANDS = {
     "/quit": "/quit: leave",
 }
 """What is typed in place of a turn, and what each does."""
-_IN_A_TURN = ("/call", "/model", "/tokens")
 _HELP = 'type a turn of the model; """ alone on a line begins and ends a turn of several lines. Instead of a turn:'
 _BLOCK = '"""'
 _STYLE = "dim"
@@ -261,7 +260,7 @@ class Player:
             line = await self._lines.read("end> ", lambda typed: completions(typed, ()))
             if line is None:
                 attempt.wish.set_result("quit")
-            elif (word := line.strip().partition(" ")[0]) and (word in _IN_A_TURN or not self._command(line)):
+            elif line.strip() and not self._command(line):
                 self.say("the conversation has ended: /undo, /again, /save, /script or /quit", style="yellow")
 
     async def answer(self, request: Request) -> str | Completion:
