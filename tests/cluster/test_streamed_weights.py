@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,19 @@ def _private_kilobytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
+def _until_lost(reference: Any) -> None:
+    """Wait until Ray knows that the owner of an object is dead. Until then the object is still found on this machine."""
+    import ray
+
+    for _ in range(600):
+        try:
+            ray.get(reference, timeout=10)
+        except ray.exceptions.ObjectLostError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the object of an actor that was killed is not lost after a minute")
+
+
 @pytest.mark.cluster
 @pytest.mark.ray
 def test_the_trainer_has_a_part_of_the_weights_in_memory_and_a_worker_changes_nothing_without_all(
@@ -185,6 +199,7 @@ def test_the_trainer_has_a_part_of_the_weights_in_memory_and_a_worker_changes_no
         owner: Any = owner_class.options(num_cpus=0).remote()
         lost = ray.get(owner.put.remote())
         ray.kill(owner)
+        _until_lost(lost[0])
         broken = SentWeights(version=2, parts=[*pool[-1].parts, lost[0]])
         with pytest.raises(EngineError, match="weights of version 2 did not arrive: "):
             asyncio.run(actor.load_weights(broken))

@@ -316,7 +316,7 @@ def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> No
     assert large.status == "fail"
     assert "and there are 0.5 GiB: " in large.text
     hopeless = fit_check(config(), str(model), section="sft", memory_gb=0.1)
-    assert "there are 0.1 GiB: with " in hopeless.text
+    assert "there are 0.1 GiB: of all changes that were tried, " in hopeless.text
     assert "use a smaller model, shorter conversations" in hopeless.text
     assert "engine" not in hopeless.text
 
