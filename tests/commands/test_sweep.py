@@ -15,8 +15,10 @@ from support.runs import a_run
 from turnwise.cli import main
 from turnwise.commands.command import Context, Stops
 from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, run_name, split_values
+from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.summary import summarize_run
+from turnwise.record.writer import write_config
 from turnwise.terminal.runs import print_over_seeds
 
 
@@ -58,11 +60,36 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
     again = Sweep(tmp_path / "runs", str(recipe), ["seed=2"], command="train")
     again.open()
     assert again.runs == {"a": ["x=1"]}
-    with pytest.raises(RunError, match="a sweep of another recipe or with other fixed options"):
-        Sweep(tmp_path / "runs", str(recipe), ["seed=3"], command="train").open()
+    with pytest.raises(RunError, match=r"a sweep of turnwise train: choose another directory with --out DIR"):
+        Sweep(tmp_path / "runs", str(recipe), ["seed=2"], command="sft").open()
     assert again.state("a") is None
     a_run(tmp_path / "runs" / "a")
     assert again.state("a") == "killed"
+
+
+def test_a_sweep_goes_on_with_options_with_which_its_runs_can_be_resumed(model: Path, tmp_path: Path) -> None:
+    recipe = save_recipe(tmp_path, model, train={"steps": 5, "lr": 1e-4})
+    config, _ = load(recipe, ["seed=1", f"output={tmp_path / 's' / 'seed=1'}"])
+    a_run(tmp_path / "s" / "seed=1", ended={"how": "finished", "time": 1.0})  # after four steps
+    write_config(tmp_path / "s" / "seed=1" / "config.yaml", config)
+
+    def sweep(*fixed: str) -> Sweep:
+        one = Sweep(tmp_path / "s", str(recipe), fixed, command="train")
+        one.open()
+        return one
+
+    (tmp_path / "s" / "sweep.json").write_text(
+        json.dumps({"command": "train", "recipe": "", "options": [], "runs": {"seed=1": ["seed=1"]}})
+    )
+    recipe.write_text(f"# a comment\n{recipe.read_text()}")
+    assert not sweep("train.steps=4")._has_more_steps("seed=1", ["seed=1"])
+    assert sweep("train.steps=6")._has_more_steps("seed=1", ["seed=1"])
+    assert sweep("train.epochs=3")._has_more_steps("seed=1", ["seed=1"])
+    sweep("train.lr=1e-3", "resume_changes=[train.lr]")
+    with pytest.raises(
+        RunError, match=r"choose another directory with --out DIR, or: the run in .*\n  train.lr=0.001 "
+    ):
+        sweep("train.lr=1e-3")
 
 
 @pytest.fixture
@@ -181,6 +208,18 @@ def test_a_sweep_without_several_values_is_refused(
 
 
 @pytest.mark.slow
+def test_a_finished_sweep_goes_on_to_more_steps(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = {"turns": 2, "tokens_per_turn": 6}
+    recipe = save_recipe(tmp_path, model, limits=limits, train={"steps": 1, "batch_size": 2, "group_size": 2})
+    for steps, expected in ((1, "finished after"), (2, "(resumed)"), (2, "is finished already")):
+        assert main(["sweep", str(recipe), "seed=0,1", f"train.steps={steps}", "--out", str(tmp_path / "s")]) == 0
+        assert capsys.readouterr().out.count(expected) == 2
+        assert [summarize_run(tmp_path / "s" / name).step for name in ("seed=0", "seed=1")] == [steps, steps]
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_ends_no_other_and_finished_runs_are_skipped(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +239,7 @@ def test_a_run_that_fails_ends_no_other_and_finished_runs_are_skipped(
         "--out",
         str(tmp_path / "s"),
     ]
+    out = ""
     for _ in range(2):
         assert main(words) == 1  # one of the two fails
         out = capsys.readouterr().out

@@ -37,7 +37,7 @@ NOT_RUN = {
     "docs/deploy.md": 2,
     "docs/engines.md": 5,
     "docs/environments.md": 1,
-    "docs/environment_libraries.md": 4,
+    "docs/environment_libraries.md": 5,
     "docs/evaluation.md": 1,
     "docs/examples.md": 1,
     "docs/memory.md": 1,

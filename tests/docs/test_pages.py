@@ -199,12 +199,14 @@ def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-PAGE, TRL = ((DOCS / name).read_text(encoding="utf-8") for name in ("environments.md", "trl.md"))
+PAGE, LIBRARIES, TRL = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("environments.md", "environment_libraries.md", "trl.md")
+)
 
 
 def environments_blocks(language: str) -> list[str]:
-    """The examples of the pages about environments and about TRL."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE + TRL, re.MULTILINE | re.DOTALL)
+    """The examples of the pages about environments, those of libraries and TRL."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE + LIBRARIES + TRL, re.MULTILINE | re.DOTALL)
 
 
 def code(word: str) -> dict[str, Any]:
@@ -299,10 +301,10 @@ def test_a_modelled_user_behind_an_engine() -> None:
     assert hold(Says("a"), make).messages[-1] == {"role": "user", "content": "Bye."}
 
 
-def test_tools_in_front_of_a_game(recipe: Callable[[str], Any]) -> None:
-    said = [call("calculator", '{"expression": "2+2"}'), "4"]
-    trajectory = hold(Says(*said), recipe("tools: [turnwise.environments.calculator:calculator]"), row=a_row(seed=1))
-    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+def test_tools_in_front_of_an_interaction(recipe: Callable[[str], Any]) -> None:
+    said = [call("calculator", '{"expression": "2+2"}'), "60"]
+    trajectory = hold(Says(*said), recipe("tools: [turnwise.environments.calculator:calculator]"), row=a_row(limit=80))
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.75]
 
 
 def test_tools_in_front_of_an_interaction_in_front_of_a_game() -> None:
@@ -316,10 +318,10 @@ def test_tools_in_front_of_an_interaction_in_front_of_a_game() -> None:
 def test_the_tables_name_all_arguments() -> None:
     import inspect
 
-    tables = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]+)\|", PAGE, re.MULTILINE))))
+    tables = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]+)\|", PAGE + LIBRARIES, re.MULTILINE))))
     for kind in (GymEnvironments, ModelledUser):
         assert set(inspect.signature(kind).parameters) <= tables, kind
-    assert set(inspect.signature(ToolEnvironments).parameters) <= set(re.findall(r"\w+", PAGE))
+    assert set(inspect.signature(ToolEnvironments).parameters) <= set(re.findall(r"\w+", LIBRARIES))
 
 
 # The page about tools says what is true: its examples run, and its recipe is one.

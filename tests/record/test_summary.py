@@ -131,6 +131,18 @@ def test_options_that_differ_between_runs(tmp_path: Path) -> None:
     assert differing_options(runs) == ["train.lr", "seed"]  # and not the output
 
 
+def test_a_type_that_one_run_has_chosen_and_another_recipe_gives_is_no_difference(tmp_path: Path) -> None:
+    runs: list[Path] = []
+    for given in ("auto", "float32", "bfloat16"):
+        model = {"path": "m", "dtype": given, "device": "cpu"}
+        config = with_known_model(checked({"model": model, "data": {"train": "x.jsonl"}}, source="the test"))
+        runs.append(a_run(tmp_path / given))
+        write_config(runs[-1] / "config.yaml", config)
+    auto, same, other = (summarize_run(path) for path in runs)
+    assert differing_options([auto, same]) == []
+    assert differing_options([auto, same, other]) == differing_options([auto, other]) == ["model.dtype"]
+
+
 def test_the_held_out_change_is_paired_by_row(tmp_path: Path) -> None:
     path = a_run(tmp_path / "a")
     for step, rewards in ((0, {"a": 0.0, "b": 0.5, "only": 1.0}), (4, {"b": 1.0, "a": 0.5})):

@@ -158,7 +158,24 @@ def test_the_mean_rewards_of_conversations_that_differ_are_compared(
     status, printed = replayed(out, capsys, "--all", *changed(tmp_path, "reward=0.25", "reward=0.75"))
     assert status == 1
     mean = sum(before) / len(before)
-    assert printed.endswith(f"mean reward: {mean:.3f} recorded, {mean + 0.5:.3f} now\n")
+    assert f"mean reward: {mean:.3f} recorded, {mean + 0.5:.3f} now\n" in printed
+
+
+def test_of_many_conversations_that_differ_the_summary_is_first_and_the_worst_follow(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = collected(tmp_path, model)
+    words = changed(tmp_path, "* REWARD", "* (1 + 0.1 * len(completion))")  # more for longer answers
+    status, printed = replayed(out, capsys, "--all", *words)
+    assert status == 1
+    lines = printed.splitlines()
+    assert lines[0] == "0 of 4 conversations are the same, 4 differ"
+    assert lines[2] == "differences in: reward (4), rewards.length (4)"
+    assert lines[3] == "the 3 whose rewards differ most (--full: all 4; --id ID: all of one):"
+    by_change = sorted(RecordedTrajectories(out), key=lambda one: -one.rewards["length"])  # the more, the longer
+    assert [line for line in lines if line.endswith(" differs:")] == [f"{one.id} differs:" for one in by_change[:3]]
+    everything = replayed(out, capsys, "--all", "--full", *words)[1]
+    assert everything.count(" differs:") == 4
 
 
 def test_a_changed_limit_changes_the_stop_reason(
@@ -241,6 +258,7 @@ def test_conversations_with_an_endpoint_are_replayed(
     [
         ((), "give either --id ID or --all"),
         (("--id", "x", "--all"), "give either --id ID or --all"),
+        (("--id", "x", "--full"), "--full belongs to --all"),
         (("--id", "x"), "has the id 'x'"),
         (("--all", "data.train=other.jsonl"), "there is no file"),
         (("--all", "--eval"), "there is no file"),

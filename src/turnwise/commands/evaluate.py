@@ -8,9 +8,14 @@ conversations again. The work is done in `runs/`.
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnwise.commands.command import (
     Context,
@@ -23,6 +28,11 @@ from turnwise.commands.command import (
 )
 from turnwise.errors import ConfigError
 from turnwise.local_paths import as_given
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.runs.replay import Replayed
 
 # `turnwise eval`
 
@@ -169,6 +179,9 @@ def _run_play(options: argparse.Namespace, context: Context) -> int:
 # `turnwise replay`
 
 _MOST_LINES = 20
+"""Differences of one conversation that are printed."""
+_MOST_CONVERSATIONS, _MOST_LINES_OF_WORST, _MOST_PLACES = 3, 5, 10
+"""Without --full: conversations, and differences of each; and the kinds of differences in the summary."""
 
 
 def register_replay(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +197,10 @@ def register_replay(parser: argparse.ArgumentParser) -> None:
         help="options of the run's recipe to change, such as limits.turns=2",
     )
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
-    parser.add_argument("--all", action="store_true", help="all conversations of the run")
+    parser.add_argument(
+        "--all", action="store_true", help="all conversations of the run: how many differ, in what, and the worst"
+    )
+    parser.add_argument("--full", action="store_true", help="with --all, print the differences of each conversation")
     parser.add_argument(
         "--eval",
         action="store_true",
@@ -197,31 +213,68 @@ def register_replay(parser: argparse.ArgumentParser) -> None:
 def _run_replay(options: argparse.Namespace, context: Context) -> int:
     if (options.id is None) == (not options.all):
         raise ConfigError("give either --id ID or --all")
+    if options.full and not options.all:
+        raise ConfigError("--full belongs to --all: --id prints all of one conversation")
     from turnwise.runs.replay import replay
 
     damaged: list[str] = []
     replayed = context.stops.run(
         replay(options.run, options.overrides, id=options.id, evaluation=options.evaluation, damaged=damaged)
     )
+    print_lines(context.console, damage_notes(damaged), style="yellow")
+    _print_replayed(replayed, context, one=options.id is not None, full=options.full)
+    return int(bool(damaged) or any(conversation.differences for conversation in replayed))
+
+
+def _print_replayed(replayed: Sequence[Replayed], context: Context, *, one: bool, full: bool) -> None:
+    """How many conversations differ, in what, and those whose rewards differ most (`full`: all). `one`: `--id` chose it."""
     console = context.console
-    print_lines(console, damage_notes(damaged), style="yellow")
     different = [conversation for conversation in replayed if conversation.differences]
     skipped = [conversation for conversation in replayed if conversation.skipped is not None]
-    for conversation in replayed:
-        if conversation.skipped is not None and options.id is not None:
-            print_lines(console, [f"{conversation.id} was not replayed: {conversation.skipped}"])
-        if conversation.differences or options.id is not None:
-            print_lines(console, [f"{conversation.id}: {note}" for note in conversation.notes], style="dim")
-        lines = conversation.differences[:_MOST_LINES]
-        more = len(conversation.differences) - len(lines)
-        if lines:
-            print_lines(console, [f"{conversation.id} differs:"], style="red")
-            print_lines(console, [f"  {line}" for line in lines] + ([f"  and {more} more differences"] if more else []))
     same = len(replayed) - len(different) - len(skipped)
     text = f"{same} of {len(replayed)} conversations are the same, {len(different)} differ"
-    print_lines(console, [f"{text}, {len(skipped)} failed and were not replayed" if skipped else text])
+    summary = [f"{text}, {len(skipped)} failed and were not replayed" if skipped else text]
     rewards = [conversation.rewards for conversation in replayed if conversation.rewards is not None]
     if different and len(rewards) > 1:
         before, now = (sum(values) / len(rewards) for values in zip(*rewards, strict=True))
-        print_lines(console, [f"mean reward: {before:.3f} recorded, {now:.3f} now"])
-    return int(bool(different or damaged))
+        summary.append(f"mean reward: {before:.3f} recorded, {now:.3f} now")
+    if one:
+        print_lines(console, [f"{each.id} was not replayed: {each.skipped}" for each in skipped])
+        for each in replayed:
+            _print_differences(console, each, most=_MOST_LINES)
+        print_lines(console, summary)
+        return
+    print_lines(console, summary)
+    if not different:
+        return
+    places = Counter(place for each in different for place in dict.fromkeys(map(_place, each.differences)))
+    print_lines(
+        console, ["differences in: " + ", ".join(f"{place} ({n})" for place, n in places.most_common(_MOST_PLACES))]
+    )
+    shown = different if full else sorted(different, key=_reward_change, reverse=True)[:_MOST_CONVERSATIONS]
+    if len(shown) < len(different):
+        print_lines(
+            console,
+            [f"the {len(shown)} whose rewards differ most (--full: all {len(different)}; --id ID: all of one):"],
+        )
+    for each in shown:
+        _print_differences(console, each, most=_MOST_LINES if full else _MOST_LINES_OF_WORST)
+
+
+def _print_differences(console: Console, conversation: Replayed, *, most: int) -> None:
+    print_lines(console, [f"{conversation.id}: {note}" for note in conversation.notes], style="dim")
+    lines = conversation.differences[:most]
+    if lines:
+        more = len(conversation.differences) - len(lines)
+        print_lines(console, [f"{conversation.id} differs:"], style="red")
+        print_lines(console, [f"  {line}" for line in lines] + ([f"  and {more} more differences"] if more else []))
+
+
+def _place(line: str) -> str:
+    """The place of a difference, of which the number in a list is left out: `messages[].content`."""
+    return re.sub(r"\[\d+\]", "[]", line.partition(": ")[0])
+
+
+def _reward_change(conversation: Replayed) -> float:
+    """How much the reward differs; conversations that have none in the record or now come first."""
+    return math.inf if conversation.rewards is None else abs(conversation.rewards[1] - conversation.rewards[0])

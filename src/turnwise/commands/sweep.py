@@ -2,7 +2,7 @@
 
 The runs are trained one after the other, each in a process of its own (`turnwise train` or `sft`), so a run that fails, or is out
 of memory, ends no other. What a sweep consists of is in `sweep.json` of its directory: started again, it skips the runs that are
-finished and resumes the others. With `--trials`, optuna chooses the values; there is no sampler here.
+finished and resumes the others; with more steps, all. With `--trials`, optuna chooses the values; there is no sampler here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.commands.command import Context, add_recipe, count, print_lines
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.metric_names import METRICS, metric_hint
+
+if TYPE_CHECKING:
+    from turnwise.options.schema import Config
 
 # arguments
 
@@ -38,7 +41,8 @@ def register_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
         "Train a recipe with each combination of several values, one run after the other, and compare the runs. Values are "
-        "separated by commas: train.lr=1e-6,3e-6 seed=0,1. Started again, a sweep skips finished runs and resumes the others."
+        "separated by commas: train.lr=1e-6,3e-6 seed=0,1. Started again, a sweep skips finished runs and resumes the "
+        "others; with a larger train.steps, all go on."
     )
     add_recipe(parser)
     parser.add_argument("--sft", action="store_true", help="fine-tune (turnwise sft) instead of turnwise train")
@@ -169,7 +173,7 @@ def run_name(words: Sequence[str]) -> str:
 
 
 class Sweep:
-    """The runs of a sweep in their directory. Raises RunError if the directory holds another sweep or other files."""
+    """The runs of a sweep in their directory."""
 
     def __init__(self, directory: Path, recipe: str, fixed: Sequence[str], *, command: str) -> None:
         self.directory = directory
@@ -181,19 +185,54 @@ class Sweep:
         """The overrides of each run by its name, in the order in which they were started."""
 
     def open(self) -> None:
-        """Make the directory, or read what it holds of this sweep. Raises RunError if it holds something else."""
+        """Make the directory, or read what it holds of this sweep.
+
+        Raises RunError if it holds something else, or runs that cannot be resumed with the recipe and the options of now.
+        """
         file = self.directory / "sweep.json"
         if file.is_file():
             about = json.loads(file.read_text())
-            if {key: about.get(key) for key in self._about} != self._about:
+            if about.get("command") != self.command:
                 raise RunError(
-                    f"{self.directory} contains a sweep of another recipe or with other fixed options ({about.get('options')}): "
-                    f"choose another directory with --out DIR"
+                    f"{self.directory} contains a sweep of turnwise {about.get('command')}: choose another directory with "
+                    f"--out DIR"
                 )
             self.runs = about["runs"]
+            if {key: about.get(key) for key in self._about} != self._about:
+                self._refuse_other_options()
         elif self.directory.is_dir() and any(self.directory.iterdir()):
             raise RunError(f"{self.directory} contains other files: choose another directory with --out DIR")
         self.directory.mkdir(parents=True, exist_ok=True)
+
+    def _refuse_other_options(self) -> None:
+        """Refuse a recipe or fixed options with which a run of this directory cannot be resumed. Raises RunError."""
+        from turnwise.config.recipe import load
+        from turnwise.config.resume_rules import check_options, option_values
+
+        for name, words in self.runs.items():
+            run = self.directory / name
+            if not (run / "config.yaml").is_file():  # it has not begun
+                continue
+            before, _ = load(run / "config.yaml")
+            try:
+                now = self._config(name, words)
+                check_options(
+                    option_values(before),
+                    option_values(now),
+                    named=now.resume_changes,
+                    where=str(run),
+                    checkpoint=str(run / "checkpoint"),
+                )
+            except RunError as error:
+                raise RunError(
+                    f"{self.directory} contains a sweep with other options: choose another directory with --out DIR, or: {error}"
+                ) from None
+
+    def _config(self, name: str, words: Sequence[str]) -> Config:
+        """The recipe with which a run is started or resumed. Raises ConfigError."""
+        from turnwise.config.recipe import load
+
+        return load(self._recipe, [*self._fixed, *words, "resume=auto", f"output={self.directory / name}"])[0]
 
     def refuse_others(self, runs: Mapping[str, Sequence[str]]) -> None:
         """Refuse a directory with runs of the same names and of other options. Raises RunError.
@@ -229,6 +268,8 @@ class Sweep:
         """Train a run, unless it is finished, with what it prints in a file beside its directory. A run that fails is noted.
         Raises KeyboardInterrupt after a signal."""
         path, state = self.directory / name, self.state(name)
+        if state == "finished" and self._has_more_steps(name, words):
+            state = "shorter"
         self.runs[name] = list(words)
         (self.directory / "sweep.json").write_text(json.dumps({**self._about, "runs": self.runs}, indent=1) + "\n")
         if state == "finished":
@@ -254,6 +295,19 @@ class Sweep:
         print_lines(
             context.console, [f"{title}: finished after {time.monotonic() - begun:.0f} s{self._value(name, metric)}"]
         )
+
+    def _has_more_steps(self, name: str, words: Sequence[str]) -> bool:
+        """Whether the recipe has more steps now than a finished run."""
+        from turnwise.record.summary import summarize_run
+
+        run, now = summarize_run(self.directory / name), self._config(name, words)
+        if self.command == "sft":
+            steps, epochs = now.sft.steps, now.sft.epochs
+        else:
+            steps, epochs = now.train.known_steps, now.train.epochs
+        if steps is None or run.step is None:  # the number of rows decides
+            return run.options.get(f"{self.command}.epochs") != epochs
+        return steps > run.step
 
     def _value(self, name: str, metric: str) -> str:
         """The last value of a metric of a run, for people; empty where there is none."""

@@ -104,6 +104,8 @@ class RunSummary:
     """The number of steps of the complete run; None if the number of rows decides."""
     metrics: Mapping[str, MetricValues]
     options: Mapping[str, Any]
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """The values that the run used where its recipe leaves them to the machine."""
     warnings: Sequence[RunWarning] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     """Options that were changed when the run was resumed: `after_step`, `option`, `from` and `to`."""
@@ -121,7 +123,7 @@ def summarize_run(path: Path) -> RunSummary:
             f"`turnwise train`, `sft`, `rollout` and `eval` write runs"
         )
     damaged: list[str] = []
-    options = recorded_values(path)
+    options, chosen = _recorded_values(path)
     lines = list(read_lines(path / "metrics.jsonl", damaged=damaged))
     evaluations = list(read_lines(path / "evaluations.jsonl", damaged=damaged))
     ended = about.get("ended")
@@ -148,6 +150,7 @@ def summarize_run(path: Path) -> RunSummary:
         steps=steps,
         metrics=metrics,
         options=options,
+        chosen=chosen,
         warnings=recorded_warnings(path, damaged=damaged),
         changes=_changes(about),
         damaged=damaged,
@@ -251,22 +254,24 @@ def _state(
 # options
 
 
-def recorded_values(path: Path) -> dict[str, Any]:
-    """The options of a run's config.yaml by their dotted names, such as `train.lr`; empty where there is none. Values of
-    environment variables stay references: `${NAME}`, and those that were chosen for the machine are what the recipe says.
+def _recorded_values(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a run's config.yaml by their dotted names, such as `train.lr`, and the values of those that were chosen for
+    the machine; empty where there is no such file. Values of environment variables stay references: `${NAME}`.
 
     Raises RunError if the file cannot be read.
     """
     file = path / "config.yaml"
     if not file.is_file():
-        return {}
+        return {}, {}
     text = read_text(file, error=RunError)
     tree = parse_yaml(text, where=str(file), error=RunError, loader=RecordedLoader)
-    comment = text.rstrip().rpartition("\n")[2]
-    chosen = (
-        parse_json(comment.removeprefix(CHOSEN), where=str(file), error=RunError) if comment.startswith(CHOSEN) else {}
-    )
-    return dict(_flat(tree)) | chosen if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        return {}, {}
+    comment, used = text.rstrip().rpartition("\n")[2], dict(_flat(tree))
+    if not comment.startswith(CHOSEN):
+        return used, {}
+    said = parse_json(comment.removeprefix(CHOSEN), where=str(file), error=RunError)
+    return used | said, {name: used.get(name) for name in said}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -354,7 +359,11 @@ def differing_options(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _differ(runs: Sequence[RunSummary], name: str) -> bool:
-    return len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1
+    """Whether recipes say different things of an option. A value that one run has chosen for the machine and another recipe gives
+    (config.yaml as a recipe has it) is the same."""
+    given = [run.options for run in runs]
+    used = [{**run.options, **run.chosen} for run in runs]
+    return all(len({json.dumps(one.get(name), default=str) for one in values}) > 1 for values in (given, used))
 
 
 # evaluations on held-out rows
@@ -423,7 +432,7 @@ def evaluations_of(path: Path) -> list[Path]:
 def _evaluates(model: Path, run: Path) -> bool:
     """Whether the model of an evaluation is one of the checkpoints of a run."""
     try:
-        evaluated = recorded_values(model).get("model.path")
+        evaluated = _recorded_values(model)[0].get("model.path")
     except RunError:
         return False
     if not isinstance(evaluated, str):
