@@ -470,8 +470,10 @@ def damaged(ranks: Ranks, folder: Path) -> list[str]:
 
 def refused_machines(ranks: Ranks) -> list[list[str]]:
     learner = ShardedLearner(ranks, options_of(Case()))
-    other = {**commands.installed(), "torch": "1.0"}
-    return [learner.leader.run(RefuseMachines(*one)) for one in ((other, None), (commands.installed(), Path("/a/b")))]
+    own = commands.installed()
+    edited = {**own, "turnwise": "0.1.0 (source 00000000)"}
+    cases = (({**own, "torch": "1.0"}, None), (edited, None), (own, Path("/a/b")))
+    return [learner.leader.run(RefuseMachines(*one)) for one in cases]
 
 
 def slow_rank(ranks: Ranks) -> dict[str, Any]:

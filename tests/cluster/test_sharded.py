@@ -32,6 +32,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import turnwise
 from support.hybrids import hybrid
 from support.mixtures import mixture
 from support.tiny import save_model
@@ -41,6 +42,7 @@ from turnwise.errors import RunError
 from turnwise.options.schema import Config
 from turnwise.planning.memory import rank_memory
 from turnwise.training.sharded.shards import complete_state, share_out
+from turnwise.version import source_checksum, source_version
 
 # Several ranks compute the losses, gradients and weights of one process, and go on with what another number of ranks
 # saved.
@@ -384,11 +386,23 @@ def test_a_rank_that_the_others_wait_for_is_found(results: dict[str, Any]) -> No
 
 @pytest.mark.cluster
 def test_ranks_with_other_versions_or_another_directory_are_refused(results: dict[str, Any]) -> None:
-    versions, folder = results["two"]["machines"]
+    versions, source, folder = results["two"]["machines"]
     assert versions[0] == versions[1]
+    assert source[0] == source[1]
     assert folder[0] == folder[1]
     assert re.fullmatch(r"trainer rank 0 \(.*\) has torch .*, and rank 0 has 1\.0: install .*", versions[0])
+    assert re.search(r"has turnwise .* \(source .{8}\), and rank 0 has 0\.1\.0 \(source 00000000\): install", source[0])
     assert re.match(r"trainer rank 0 \(.*\) does not see what rank 0 writes into /a: output must be in", folder[0])
+
+
+def test_checkouts_of_one_version_are_told_apart(tmp_path: Path) -> None:
+    contents = {"same": b"a = 1\n", "other": b"a = 2\n", "line_ends": b"a = 1\r\n"}
+    for name, content in contents.items():
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / "module.py").write_bytes(content)
+    same, other, line_ends = (source_checksum(tmp_path / name) for name in contents)
+    assert same == line_ends != other
+    assert source_version().endswith(f"(source {source_checksum(Path(turnwise.__file__).parent)})")
 
 
 def test_a_state_without_its_index_is_refused(tmp_path: Path) -> None:

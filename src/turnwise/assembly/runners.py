@@ -42,7 +42,7 @@ from turnwise.rollout_server.client import RolloutClient, TrainerIdentity, train
 from turnwise.rollout_server.wire import LoadAdapter, base_weights, processor_fingerprint, served_options
 from turnwise.training import fingerprint
 from turnwise.types import Row
-from turnwise.version import __version__
+from turnwise.version import source_version
 
 # the client of a rollout server
 
@@ -144,7 +144,7 @@ async def rollout_worker(config: Config, name: str) -> AsyncIterator[RolloutWork
 def worker_info(config: Config, renderer: Renderer) -> WorkerInfo:
     """What this process has loaded: the worker compares it with what the trainer has."""
     return WorkerInfo(
-        turnwise=__version__,
+        turnwise=source_version(),
         tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
         processor=processor_fingerprint(renderer.vision),
         base=base_weights(config),

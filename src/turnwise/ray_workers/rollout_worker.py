@@ -197,7 +197,7 @@ class WorkerInfo:
     """What a worker has loaded. It must be the same as in the trainer's process."""
 
     turnwise: str
-    """The version of turnwise."""
+    """The version of turnwise, with the checksum of its source."""
     tokenizer: str
     """The fingerprint of the tokenizer and its chat template."""
     processor: str | None

@@ -546,7 +546,7 @@ class RayRollouts:
         expected = self._options.info
         if info.turnwise != expected.turnwise:
             raise ConfigError(
-                f"a rollout worker has turnwise {info.turnwise}, and the trainer {expected.turnwise}: install the same version "
+                f"a rollout worker has turnwise {info.turnwise}, and the trainer {expected.turnwise}: install the same source "
                 f"on all machines of the Ray cluster"
             )
         if info.tokenizer != expected.tokenizer:

@@ -36,6 +36,7 @@ from turnwise.training.sharded.shards import CriticShard, ModelShard, ShardRepor
 from turnwise.training.update import StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces
 from turnwise.training.value_model import CriticSums
+from turnwise.version import source_version
 
 Part = Literal["policy", "critic"]
 """The model that a command is for."""
@@ -94,15 +95,15 @@ class RankCommand(Protocol):
         ...
 
 
-_PACKAGES = ("turnwise", "torch", "transformers", "peft", "safetensors")
-"""Those of which all ranks need the same version."""
+_PACKAGES = ("torch", "transformers", "peft", "safetensors")
+"""Those of which all ranks need the same version, beside Python and the source of turnwise."""
 _SIGHT = 10.0
 """Seconds until a file that was written on one machine is seen on all: shared file systems keep lists of files for a while."""
 
 
 def installed() -> dict[str, str]:
     """The versions of this process."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "turnwise": source_version()}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
