@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,6 +34,7 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.options.engines import ClusterSection, FsdpSection, RanksSection, WorkersSection
 from turnwise.options.schema import Config
+from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.ray_api import connect, needs_text
 from turnwise.ray_workers.rollouts import choose_worker
 from turnwise.rollout_server.client import trainer_name
@@ -587,3 +590,32 @@ class EndedRanks:
 def test_the_status_of_a_lost_rank_does_not_depend_on_its_number(statuses: tuple[int, ...], expected: int) -> None:
     launcher = _Launcher(EndedRanks(*statuses), 0, Console(quiet=True), shares_terminal=True)
     assert launcher.run() == expected
+
+
+@pytest.mark.parametrize("origin", ["option", "variable", "file"])
+def test_a_cluster_that_does_not_listen_is_refused_at_once(
+    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_api, "_HEAD_SECONDS", 0.0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    given = None
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        if origin == "option":
+            given, place, fix = address, "cluster.address=", "or correct the address"
+        elif origin == "variable":
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            place, fix = "RAY_ADDRESS=", "or correct or remove the variable"
+        else:
+            file = tmp_path / "ray" / "ray_current_cluster"
+            file.parent.mkdir()
+            file.write_text(f"{address}\n")
+            place, fix = f"{file}: ", "set cluster.address=local for a cluster of this command"
+        ray_api._await_head(given)
+    with pytest.raises(ConfigError, match=f"{re.escape(place + address)}: nothing listens there: .*{re.escape(fix)}"):
+        ray_api._await_head(given)
+    for other in ("auto", "local", "ray://127.0.0.1:1"):
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "empty"))
+        ray_api._await_head(other)  # Ray itself answers at once

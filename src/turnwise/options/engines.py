@@ -459,7 +459,7 @@ class ClusterSection(Section):
     conversations, and with `cluster.trainers` ranks, on a Ray cluster."""
     address: NonEmpty | None = None
     """`ray://HOST:10001` from outside of Ray's cluster (`cluster=ray://HOST:10001` is short), `HOST:6379` or `auto` inside.
-    Null: RAY_ADDRESS, else a cluster on this machine, else a new one."""
+    Null: RAY_ADDRESS, else a cluster on this machine, else a new one, as `local`."""
     workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
     """Training ranks. Null: `local`: one per GPU, or 2 without; `ray`: the command's process trains."""

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
@@ -326,6 +327,7 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
                 )
             return False
         dashboard = None if address is not None or os.environ.get("RAY_ADDRESS") else False
+        _await_head(address)
         for attempt in range(1, _CONNECTIONS + 1):
             try:
                 ray.init(
@@ -353,6 +355,52 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
     raise AssertionError("the loop above returns or raises")
 
 
+_HEAD_SECONDS = 20.0
+"""How long the head of a cluster may take to listen at its address: a job may start its head and the driver at once."""
+
+
+def _await_head(address: str | None) -> None:
+    """Raise ConfigError if nothing listens at the address of the cluster. Ray tries for minutes, and writes of its internals."""
+    known, origin, fix = _known_address(address)
+    host, _, port = known.rpartition(":")
+    if "://" in known or not host or not port.isdigit():
+        return  # `auto`, `local`, a client's address, or none: Ray answers at once
+    end = time.monotonic() + _HEAD_SECONDS
+    told = False
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_PAUSE).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{origin}{known}: nothing listens there: {error}. Start the cluster with `ray start --head`, {fix}"
+                ) from None
+        if not told:
+            _log.warning("%s%s: nothing listens there yet, waiting for at most %g s", origin, known, _HEAD_SECONDS)
+            told = True
+        time.sleep(_HEAD_WAIT)
+
+
+def _known_address(address: str | None) -> tuple[str, str, str]:
+    """The address to which Ray connects, empty if it looks for one itself; where it stands, and what to do if it is wrong."""
+    if address not in (None, "auto"):
+        return address or "", "cluster.address=", "or correct the address"
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given, "RAY_ADDRESS=", "or correct or remove the variable"
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = (
+        Path(folder) / "ray" / "ray_current_cluster"
+    )  # written by `ray start`, and left there by a machine that went down
+    try:
+        kept = file.read_text().strip()
+    except OSError:
+        return "", "", ""
+    fix = "remove the file if that cluster is gone, or set cluster.address=local for a cluster of this command"
+    return kept, f"Ray's file of the last cluster on this machine, {file}: ", fix
+
+
+_HEAD_WAIT = 1.0
 _HEAD_PAUSE, _HEAD_ATTEMPTS = 3.0, 3
 """Seconds between two connections to the head of the cluster, and how many must fail one after the other."""
 
