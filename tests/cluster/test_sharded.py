@@ -234,6 +234,8 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         critics("parts", {"context": 2}, CRITIC_TOGETHER),
         [{}, "image_program", vision, out / "images.json"],
         [{"tensor": 2}, "image_program", vision, out / "images-pair.json"],
+        [{"context": 2}, "image_program", vision, out / "images-context.json"],
+        [{"context": 2}, "image_program", out / "qwen3_vl", out / "images-context-qwen3_vl.json"],
         [{"tensor": 2}, "image_program", save_qwen2_vl(out / "qwen2_vl"), out / "images-qwen2_vl.json"],
         [{"tensor": 2}, "image_program", save_qwen3_vl(out / "qwen3_vl"), out / "images-qwen3_vl.json"],
         experts("experts_of_pair", {}),
@@ -245,6 +247,7 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         passes("two_parts", {"context": 2}, TOGETHER["two_parts"]),
         passes("parts_of_pairs", {"context": 2, "tensor": 2}, TOGETHER["parts_of_pairs"]),
         [{"tensor": 2}, "image_program", vision, out / "images-square.json"],
+        [{"context": 2, "tensor": 2}, "image_program", out / "qwen3_vl", out / "images-parts_of_pairs.json"],
         experts("experts_of_four", {}, out / "of-experts_of_four"),
         experts("experts_in_groups", {"replicate": 2}),
         experts("experts_of_all", {"expert": 4}, out / "of-experts_of_all", out / "of-experts_of_four"),
@@ -526,7 +529,19 @@ def test_two_ranks_one_rank_and_one_process_go_on_with_each_others_critic(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("ranks", ["images", "images-pair", "images-qwen2_vl", "images-qwen3_vl", "images-square"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        "images",
+        "images-pair",
+        "images-qwen2_vl",
+        "images-qwen3_vl",
+        "images-square",
+        "images-context",
+        "images-context-qwen3_vl",
+        "images-parts_of_pairs",
+    ],
+)
 @pytest.mark.parametrize(
     "case",
     [

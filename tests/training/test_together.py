@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaConfig
 
 from support.hybrids import CONFIGS, hybrid
-from support.vision import vision_model
 from training.test_flash_tree import kernels
 from turnwise.errors import ConfigError
 from turnwise.models.model_config import refuse_uncut
@@ -183,8 +182,3 @@ def test_a_model_whose_rotary_embedding_depends_on_the_length_is_not_cut(nested:
     with pytest.raises(ConfigError, match=r"rotary embeddings of the type dynamic, which depend on the length"):
         refuse_uncut(config, 2)
     refuse_uncut(LlamaConfig(rope_parameters={**rope, "rope_type": "linear"}), 2)
-
-
-def test_a_model_with_images_is_not_cut() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.mesh\.context=2: .* has images"):
-        refuse_uncut(vision_model().config, 2)

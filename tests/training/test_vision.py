@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +32,7 @@ from support.vision import (
     vision_model,
     vision_tokenizer,
 )
+from training.test_together import Threads
 from turnwise.chat.media import MediaProcessor
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
@@ -35,14 +40,19 @@ from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.forward import VisionForward
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
 from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.model_config import images_see_themselves, refuse_uncut
 from turnwise.models.precision import autocast as bfloat16_autocast
+from turnwise.models.vision import VisionAdapter, own_tokens
 from turnwise.options.algorithm import PpoClip
 from turnwise.train import TrainingRun, assemble
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.forward import ModelInputs, try_tree_attention
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
+from turnwise.training.sharded import together
+from turnwise.training.sharded.together import Cut
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.types import Completion, LogprobKind, Media, Request, Row, Sampling, Segment, Trajectory, Turn
 
@@ -527,6 +537,85 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     assert update.grad_norm > 0
     eyes = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
     assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in eyes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        qwen3_vl,
+        qwen3_5,
+        llava,
+        pytest.param(qwen3_vl_moe, marks=pytest.mark.slow),
+        pytest.param(qwen3_5_moe, marks=pytest.mark.slow),
+        pytest.param(idefics3, marks=pytest.mark.slow),
+        pytest.param(llava_onevision, marks=pytest.mark.slow),
+        pytest.param(internvl, marks=pytest.mark.slow),
+        pytest.param(smolvlm, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_with_images_are_cut_into_the_parts_of_ranks(
+    make: Callable[[], tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank computes all images, and its tokens of the rows. The ranks are threads."""
+    model, vision = saved(make, tmp_path)
+    assert not images_see_themselves(model.config)
+    rows = [Segment() for _ in range(2)]
+    for number, segment in enumerate(rows):
+        for turn in range(2):
+            hear(segment, vision, text_part("look"), image_part(picture(16, 16, seed=turn + number)), text_part("?"))
+            ids = tuple(range(5, 9 + 3 * number))
+            said = Completion(
+                token_ids=ids,
+                logprobs=(0.0,) * len(ids),
+                versions=(0,) * len(ids),
+                finish_reason="stop",
+                logprob_kind=LogprobKind.SAMPLED,
+            )
+            segment.append_completion(turn, said)
+    (micro,) = pack([trajectory(segment, [1.0, -1.0]) for segment in rows]).micro_batches
+    inputs, weights = ModelInputs(model), list(model.parameters())
+
+    def computed(part: MicroBatch[Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with inputs.of(part) as given:
+            logits_UV = model(**given).logits[part.row_U, part.column_U]
+        gradients = torch.autograd.grad(logits_UV.square().sum(), weights, allow_unused=True, materialize_grads=True)
+        return logits_UV.detach(), list(gradients)
+
+    whole_UV, expected = computed(micro)
+    assert try_tree_attention(model)
+    ranks, cut = 2, Cut(micro.token_ids_BL.numel(), 2)
+    slots, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
+    key_U = cut.key_of((micro.row_U * micro.token_ids_BL.shape[1] + micro.column_U).numpy())
+    owner_U = key_U // (2 * cut.piece)
+    assert set(owner_U) == {0, 1}
+    monkeypatch.setattr(together, "_Keys", lambda rank, _: Threads(rank, slots, barrier))
+
+    def of_rank(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        context: Any = SimpleNamespace(get_local_rank=lambda: rank, get_group=lambda: rank)
+        part = together._own_tokens(micro, cast("Any", SimpleNamespace(context=context)), cut)
+        own_U = torch.from_numpy(key_U[owner_U == rank] % (2 * cut.piece))
+        return computed(replace(part, row_U=torch.zeros_like(own_U), column_U=own_U))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        parts = list(threads.map(of_rank, range(ranks)))
+    for rank, (logits_UV, _) in enumerate(parts):
+        torch.testing.assert_close(logits_UV, whole_UV[torch.from_numpy(owner_U == rank)], atol=1e-4, rtol=1e-4)
+    for right, *of_ranks in zip(expected, *(gradients for _, gradients in parts), strict=True):
+        torch.testing.assert_close(
+            torch.stack(of_ranks).sum(0), right, atol=1e-4 * max(1.0, right.abs().max().item()), rtol=1e-3
+        )
+
+
+def test_images_whose_tokens_see_each_other_are_not_cut(tmp_path: Path) -> None:
+    model, _ = saved(gemma3, tmp_path)
+    with pytest.raises(ConfigError, match=r"context=2: .* has images, whose tokens attend to later tokens of the same"):
+        refuse_uncut(model.config, 2)
+    assert VisionAdapter.of(model) is not None
+    with (
+        own_tokens(torch.arange(4)),
+        pytest.raises(TurnwiseError, match="takes 'attention_mask', which cannot be divided"),
+    ):
+        model.get_decoder()(inputs_embeds=torch.zeros(1, 4, 32), attention_mask=torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])

@@ -7,6 +7,7 @@ config.json, and imports no torch.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -141,14 +142,26 @@ def refuse_uncut(config: Any, ranks: int) -> None:
         reason = (
             f"rotary embeddings of the type {', '.join(sorted(moving))}, which depend on the length of the whole row"
         )
-    if getattr(config, "vision_config", None) is not None:
-        reason = "images, whose tokens need each other"
+    if images_see_themselves(config):
+        reason = "images, whose tokens attend to later tokens of the same image"
     if reason is not None:
         model = f"the model {getattr(config, 'name_or_path', '')}".strip()
         raise ConfigError(
             f"cluster.mesh.context={ranks}: {model} ({config.model_type}) has {reason}: it cannot be computed in parts. Use "
             f"cluster.mesh.shard instead, and model.gradient_checkpointing for long conversations"
         )
+
+
+def images_see_themselves(config: Any) -> bool:
+    """Whether the tokens of an image attend to each other in both directions, as in Gemma: such a model asks for the types of
+    tokens to make its masks, and not only to compute positions."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
+
+    if getattr(config, "vision_config", None) is None or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    arguments = inspect.signature(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward).parameters
+    for_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
+    return "token_type_ids" in arguments or ("mm_token_type_ids" in arguments and not for_positions)
 
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")

@@ -24,6 +24,8 @@ _TOKEN_TYPES = {"image": 1, "video": 2}
 
 _literal_ids: ContextVar[torch.Tensor | None] = ContextVar("literal_ids", default=None)
 """Token ids to embed in place of the ids that the model's forward receives."""
+_own_places: ContextVar[torch.Tensor | None] = ContextVar("own_places", default=None)
+"""The places [T] in the rows, one after the other, of the tokens that the language model shall compute; None: all."""
 
 
 class VisionAdapter:
@@ -45,6 +47,9 @@ class VisionAdapter:
         embedding = model.get_input_embeddings()
         if _embed_literal_ids not in embedding._forward_hooks.values():
             embedding.register_forward_hook(_embed_literal_ids)
+        language_model = model.get_decoder()
+        if language_model is not None and _keep_own_tokens not in language_model._forward_pre_hooks.values():
+            language_model.register_forward_pre_hook(_keep_own_tokens, with_kwargs=True)
 
     @classmethod
     def of(cls, model: Any) -> VisionAdapter | None:
@@ -132,6 +137,17 @@ class VisionAdapter:
             _literal_ids.reset(token)
 
 
+@contextmanager
+def own_tokens(place_T: torch.Tensor) -> Iterator[None]:
+    """A context in which the language model computes the tokens at these places of the rows only, as one row; embeddings and
+    images are those of whole rows, because a model puts images into the embeddings by the placeholders that it counts."""
+    token = _own_places.set(place_T)
+    try:
+        yield
+    finally:
+        _own_places.reset(token)
+
+
 def _has_image_sizes(name: str, media: Sequence[Media]) -> bool:
     """Whether each image [images, channels, height, width] has an `image_sizes` entry (Pixtral), by which the
     model ignores padding."""
@@ -177,3 +193,34 @@ def _embed_literal_ids(module: Any, arguments: tuple[Any, ...], output: torch.Te
     if token_ids_BT is None or not arguments or arguments[0].shape != token_ids_BT.shape:
         return None
     return module.forward(token_ids_BT)
+
+
+def _keep_own_tokens(
+    module: Any, arguments: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward hook before the language model: inside `own_tokens`, leave the other tokens out. Raises TurnwiseError if the
+    model gives its language model something that cannot be divided among tokens, such as a mask."""
+    place_T = _own_places.get()
+    if place_T is None:
+        return None
+    given = {name: value for name, value in given.items() if value is not None}
+    kept = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor | list)}
+    embedding_BLD, image_BL = given.get("inputs_embeds"), given.get("visual_pos_masks")
+    of_tokens = {"inputs_embeds", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
+    unknown = [repr(name) for name in given if name not in {*kept, *of_tokens} or name == "attention_mask"]
+    if arguments or embedding_BLD is None or unknown:
+        what = ", ".join(unknown) or "token ids in place of embeddings"
+        raise TurnwiseError(
+            f"cluster.mesh.context: {type(module).__name__} takes {what}, which cannot be divided among ranks with parts of "
+            f"a conversation with images. Use cluster.mesh.shard instead"
+        )
+    kept["inputs_embeds"] = embedding_BLD.flatten(0, 1)[place_T].unsqueeze(0)
+    if (position_XBL := given.get("position_ids")) is not None:  # one axis, or three or four before the rows
+        kept["position_ids"] = position_XBL.flatten(-2)[..., place_T].unsqueeze(-2)
+    if image_BL is not None:
+        # features of images that later layers add (Qwen3-VL): a row for each placeholder, in the order of the tokens
+        feature_T, own_T = image_BL.flatten().cumsum(0) - 1, image_BL.flatten()[place_T]
+        kept["visual_pos_masks"] = own_T.unsqueeze(0)
+        chosen = feature_T[place_T][own_T]
+        kept["deepstack_visual_embeds"] = [layer_PD[chosen] for layer_PD in given.get("deepstack_visual_embeds", [])]
+    return arguments, kept

@@ -395,6 +395,14 @@ class MicroBatch(Generic[Columns]):
     share: Share | None = None
     """Where several processes compute the micro-batch together: what is this process's; None: it computes all. The columns of
     tokens, `row_U` and `column_U` are then those of its own tokens and predictions, all others those of all."""
+    own_T: torch.Tensor | None = None
+    """The places in the rows of this process's tokens, where it has a part of rows with images: `token_ids_BL` and `position_BL`
+    are then those of the whole rows, into which a model puts the images. None: it has all tokens of `token_ids_BL`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that this process computes, padding included."""
+        return self.token_ids_BL.numel() if self.own_T is None else len(self.own_T)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device, without the sequences, in one copy."""
@@ -418,6 +426,7 @@ class MicroBatch(Generic[Columns]):
             sequences={},
             kept_N=None,
             share=None if self.share is None else self.share.moved(move),
+            own_T=None if self.own_T is None else move(self.own_T),
         )
 
 

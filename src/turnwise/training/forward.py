@@ -33,7 +33,7 @@ from turnwise.models.distribution import AllowedTokens, sampling_logits
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
-from turnwise.models.vision import VisionAdapter
+from turnwise.models.vision import VisionAdapter, own_tokens
 from turnwise.training.batch import MicroBatch
 from turnwise.training.divergence import Compared, TeacherComparison
 from turnwise.training.recurrent_tree import has_recurrent_layers, use_recurrent_tree
@@ -58,7 +58,9 @@ class ModelInputs:
         # padded rows need neither positions nor a mask: padding is on the right, and causal attention does not look there
         inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
         if micro.media_B:
-            with self._with_media(micro) as given:
+            part = nullcontext() if micro.own_T is None else own_tokens(micro.own_T)
+            among_others = nullcontext() if micro.tree is None else tree_attention(micro.tree)
+            with self._with_media(micro) as given, part, among_others:
                 yield {**inputs, **given}
         elif micro.tree is None:
             yield inputs
@@ -83,6 +85,8 @@ class ModelInputs:
             # padding gets positions as text does; no target attends to it
             axes = [self._vision.position_ids(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
             inputs["position_ids"] = torch.from_numpy(np.stack(axes, axis=1)).to(micro.token_ids_BL.device)
+        elif micro.own_T is not None:
+            inputs["position_ids"] = micro.position_BL
         kinds = torch.from_numpy(kinds_BL).to(micro.token_ids_BL.device)
         media = [item for row in micro.media_B for item in row]
         with self._vision.forward_inputs(micro.token_ids_BL, kinds, media) as given:

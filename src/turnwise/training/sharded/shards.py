@@ -147,7 +147,7 @@ def accumulate_rounds(
             # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
             (compute(_dummy(ranks).to(ranks.device)).sum() * 0.0).backward()
         else:
-            with sharded.clock.running(micro.token_ids_BL.numel()):
+            with sharded.clock.running(micro.num_tokens):
                 sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
         on_round()
     return read(sums)

@@ -228,7 +228,8 @@ def own_part(micro: MicroBatch[Any], mesh: Mesh) -> MicroBatch[Any]:
 
 
 def _own_tokens(micro: MicroBatch[Any], mesh: Mesh, cut: Cut) -> MicroBatch[Any]:
-    """The micro-batch with this rank's tokens in one row. Predictions are unchanged."""
+    """The micro-batch with this rank's tokens in one row, or with whole rows and the places of its tokens if these have images:
+    each rank computes all images, and the gradient of a feature is that of its own tokens. Predictions are unchanged."""
     assert mesh.context is not None
     rank, (rows, length) = mesh.context.get_local_rank(), micro.token_ids_BL.shape
     place_T = torch.from_numpy(cut.places(rank))
@@ -243,10 +244,12 @@ def _own_tokens(micro: MicroBatch[Any], mesh: Mesh, cut: Cut) -> MicroBatch[Any]
     empty = np.empty(0, dtype=np.int64)
     runs = micro.tree.runs if micro.tree else [FlatRun(row * length, length, empty) for row in range(rows)]
     exchange = _Keys(mesh.context.get_group(), cut.ranks)
+    whole = bool(micro.media_B)
     return replace(
         micro,
-        token_ids_BL=own(micro.token_ids_BL.flatten(), 0)[None],
-        position_BL=own(micro.position_BL.flatten(), 0)[None],
+        token_ids_BL=micro.token_ids_BL if whole else own(micro.token_ids_BL.flatten(), 0)[None],
+        position_BL=micro.position_BL if whole else own(micro.position_BL.flatten(), 0)[None],
+        own_T=place_T if whole else None,
         tree=cut.tree(runs, rank, exchange),
         count_T=own(micro.count_T, 0),
         routes_TLK=None if micro.routes_TLK is None else own(micro.routes_TLK, -1),
