@@ -85,6 +85,8 @@ class _LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:  # two of three calls, from C++; fake tensors know their device
+            return arguments[0].fake_device
         result = function(*arguments, **(options or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -160,35 +162,81 @@ def traced_pass(options: PassOptions, model_config: Any) -> TracedPass:
 
 
 _traced: dict[tuple[str, str], TracedPass] = {}
-"""Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass. Also
-models without a pass, by their sources."""
+"""Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
 
 
 _DEPTHS = (1, 2)
 """The numbers of layers that are traced of a model whose layers are all alike: with each further one, as many bytes are added."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What is known of a model without a pass."""
+
+    without_pass: TracedPass
+    dequantized: int
+    """Bytes of the largest quantized weight when it is dequantized for a product."""
+    parameters: int
+    autocast_copies: int
+    """Bytes of the bfloat16 copies that autocast makes of the weights."""
+    packed: int
+    """Bytes of the copies of weights in oneDNN's layout."""
+    layers: int
+    """The number of layers if all of them are the same, else 0."""
+    server_weights: tuple[float, float]
+
+
+_facts: dict[tuple[str, str], _Facts] = {}
+"""Facts by the model's source and configuration: a model of many layers takes long to make, and most options change nothing."""
+
+
+def _facts_of(source: ModelSource, model_config: Any) -> _Facts:
+    """The facts of a model, computed once in this process for the same model."""
+    key = (repr((source, cpu.uses_onednn())), model_config.to_json_string())
+    if key not in _facts:
+        model = empty_model(source, model_config)
+        saved, dequantized = _quantized_bytes(model, source)
+        _facts[key] = _Facts(
+            without_pass=_without_pass_of(model, source, saved),
+            dequantized=dequantized,
+            parameters=model.num_parameters(),
+            autocast_copies=2 * sum(weight.numel() for weight in _copied_weights(model)),
+            layers=_layers_alike(model, model_config),
+            server_weights=_server_weights(model, _full_bytes(model) - saved),
+            packed=_packed_bytes(model),
+        )
+    return _facts[key]
+
+
+def _packed_bytes(model: Any) -> int:
+    """See `_Facts`. The model gets tensors of a CPU: only those are packed."""
+    if not cpu.uses_onednn():
+        return 0
+    with FakeTensorMode():
+        for module, name, tensor, shared in _tensors(model):
+            _replace(module, name, tensor, shared)
+    return fused_packed_bytes(model)
+
+
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
-    model = empty_model(options.source, model_config)
-    saved, dequantized = _quantized_bytes(model, options.source)
-    without_pass = _without_pass_of(model, options.source, saved)  # before a pass, which may change the model's layers
-    large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
-    layers = _layers_alike(model, model_config)
-    shallow = [empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if layers > depth]
+    facts = _facts_of(options.source, model_config)
+    large = facts.parameters > LARGE_MODEL and not options.on_ranks
+    shallow = [
+        empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if facts.layers > depth
+    ]
     # on a CPU, large models have other layers
-    if len(shallow) == len(_DEPTHS) and len({one.num_parameters() > LARGE_MODEL for one in (*shallow, model)}) == 1:
+    sizes = {facts.parameters > LARGE_MODEL, *(one.num_parameters() > LARGE_MODEL for one in shallow)}
+    if len(shallow) == len(_DEPTHS) and len(sizes) == 1:
         (few, peak_few), (more, peak_more) = (_traced_bytes(one, options, large=large) for one in shallow)
-        further = (layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
+        further = (facts.layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
         activations, peak = few + further * (more - few), peak_few + further * (peak_more - peak_few)
     else:
-        activations, peak = _traced_bytes(model, options, large=large)
+        activations, peak = _traced_bytes(empty_model(options.source, model_config), options, large=large)
     return replace(
-        without_pass,
-        copied=2 * sum(weight.numel() for weight in _copied_weights(model))
-        if options.mixed
-        else fused_packed_bytes(model),
+        facts.without_pass,
+        copied=facts.autocast_copies if options.mixed else facts.packed,
         activations=int(activations),
-        peak=int(peak) + dequantized,
+        peak=int(peak) + facts.dequantized,
         keeps_blocks=large and not options.on_gpu,
     )
 
@@ -338,12 +386,8 @@ def always_bytes(config: Config, model_config: Any, section: str) -> float:
 
 
 def _without_pass(config: Config, model_config: Any) -> TracedPass:
-    """What is known of the recipe's model without a pass, computed once in this process for the same model."""
-    source = assembly.model_source(config)
-    key = (repr(source), model_config.to_json_string())
-    if key not in _traced:
-        _traced[key] = _without_pass_of(empty_model(source, model_config), source)
-    return _traced[key]
+    """What is known of the recipe's model without a pass."""
+    return _facts_of(assembly.model_source(config), model_config).without_pass
 
 
 def empty_parameters(config: Config, model_config: Any) -> tuple[int, float]:
@@ -484,15 +528,17 @@ def server_parts(config: Config, model_config: Any, card_gib: float) -> list[Mem
 def server_weights(config: Config, model_config: Any) -> tuple[float, float]:
     """The weights of a server in bytes, and where the matrices of layers have a byte for each weight. A server reads new weights
     in the type of the training, and quantizes them itself."""
-    source = assembly.model_source(config)
-    model = empty_model(source, model_config)
+    return _facts_of(assembly.model_source(config), model_config).server_weights
+
+
+def _server_weights(model: Any, whole: float) -> tuple[float, float]:
+    """See `server_weights`. `whole`: the bytes of all weights."""
     outside = {
         id(parameter)
         for part in (model.get_input_embeddings(), model.get_output_embeddings())
         if part is not None
         for parameter in part.parameters()
     }
-    whole = weight_bytes(model, source)
     each = whole / sum(parameter.numel() for parameter in model.parameters())
     matrices = sum(
         parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2 and id(parameter) not in outside
