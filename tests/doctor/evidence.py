@@ -53,10 +53,10 @@ _THREADS = "environments/test_environment.py::test_a_recipe_asks_for_threads"
 _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
-_TEACHER = "runs/test_distillation.py::test_"
+_TEACHER = "training/test_teacher.py::test_"
 _POLICIES = "runs/test_episodes.py::test_"
 _TRAINED = "runs/test_trained_policies.py::test_"
-_QUANTIZED = "training/test_quantization.py::test_"
+_QUANTIZED = "training/test_lora.py::test_"
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
     **{
@@ -72,7 +72,7 @@ TESTED: Mapping[str, str] = {
         f"model.quantization.{name}": f"{_QUANTIZED}how_weights_are_quantized_changes_them"
         for name in ("type", "double")
     },
-    "model.gguf_file": "training/test_gguf.py::test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors",
+    "model.gguf_file": "training/test_loading.py::test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors",
     "model.router_replay": "training/test_experts.py::test_a_run_records_experts_and_uses_them_again",
     "loss.router_aux_loss_coef": "training/test_experts.py::test_steps_on_the_loss_balance_the_experts",
     "model.chat_template_kwargs": "chat/test_template_arguments.py::test_rollouts_and_evaluations_use_the_arguments",
@@ -101,7 +101,7 @@ TESTED: Mapping[str, str] = {
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",
-    "data.escape_control_tokens": "chat/test_control_text.py::test_the_option_says_in_whose_messages",
+    "data.escape_control_tokens": "chat/test_round_trip.py::test_the_option_says_in_whose_messages",
     "environment.arguments": "test_assembly.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments",
     "environment.thread": _THREADS,
     "tools[].thread": _THREADS,

@@ -204,9 +204,9 @@ def test_every_metric_of_a_run_is_listed_and_every_listed_metric_is_in_a_run(
         assert f"- `{metric.name}`" in PAGE
     listed = {metric.name for metric in METRICS if kind in metric.lines.split(", ")} - {"metrics/<name>"}
     listed -= {"workers/lost", "workers/restarted_conversations"}  # of cluster=ray: tests/cluster/test_ray.py
-    listed -= {"policy_shift"}  # of credit.name=spo: tests/rewards/credit/test_tracker.py
-    listed -= {"micro_batches/out_of_memory"}  # where memory runs out: tests/training/test_micro_batch_bound.py
-    # of mixtures: tests/training/test_experts.py; of teachers: tests/runs/test_distillation.py; of agents and trained policies:
+    listed -= {"policy_shift"}  # of credit.name=spo: tests/rewards/credit/test_credit_training.py
+    listed -= {"micro_batches/out_of_memory"}  # where memory runs out: tests/training/test_update.py
+    # of mixtures: tests/training/test_experts.py; of teachers: tests/training/test_teacher.py; of agents and trained policies:
     # test_episodes.py and test_trained_policies.py there
     listed = {
         name for name in listed if not name.startswith(("experts/", "teacher/", "agents/", "policies/", "ranks/"))

@@ -17,7 +17,9 @@ import torch
 import transformers as hf
 from transformers import AutoTokenizer
 
-from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs, said_logprobs
+from engines.test_local_forward import PAD, converse, heard, said_logprobs
+from engines.test_local_forward import ask_seen as ask
+from engines.test_local_forward import own_logprobs_seen as own_logprobs
 from support.mixtures import disturb_routers
 from support.training import train_silently
 from support.vision import (
@@ -32,7 +34,7 @@ from support.vision import (
     vision_model,
     vision_tokenizer,
 )
-from training.test_together import Threads
+from training.test_flash_tree import Threads
 from turnwise.chat.media import MediaProcessor
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import gc
 import logging
+import math
 import os
 import re
 import shlex
@@ -19,15 +20,20 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, call, hold, hold_all, scripted
+from turnwise.data.order import Curriculum
 from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
 from turnwise.environments.tools import toolbox
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
+from turnwise.record.metrics import conversation_metrics, lowest_correlation
+from turnwise.rewards.credit.credit import centred
 from turnwise.rollout import rollout
 from turnwise.rollout.context import Limits
+from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.types import Failure, Opening, Reply, Row, Stop, Trajectory, Turn
+from turnwise.types import Failure, Group, Opening, Reply, Row, Stop, Trajectory, Turn
 from turnwise.user_code.calls import _line
+from turnwise.user_code.reward_number import equal_rewards, reaches
 
 
 class Mean(BaseException):
@@ -703,3 +709,52 @@ def test_the_line_of_a_call_is_never_that_which_started_the_loop() -> None:
         return await place
 
     assert asyncio.run(main()).startswith("shlex.get_token (")
+
+
+# When two rewards are equal: the same answer for advantages, metrics, dynamic sampling, pass rates and the curriculum
+
+
+ROW = Row(id="r", messages=[])
+
+
+def group(*rewards: float) -> Group:
+    trajectories = [Trajectory(id=str(n), group="r", row=ROW) for n in range(len(rewards))]
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        trajectory.reward, trajectory.rewards = reward, {"a": reward, "b": float(trajectory.id)}
+    return Group(id="r", row=ROW, trajectories=trajectories)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ((0.1 + 0.2, 0.3, 0.3), True),
+        ((sum([0.1] * 10), 1.0, 1.0), True),
+        ((1e6 + 1e-5, 1e6, 1e6), True),
+        ((0.3, 0.3 + 1e-6, 0.3), False),
+        ((1e6, 1e6 + 1, 1e6), False),
+    ],
+)
+def test_all_parts_of_a_run_agree_whether_rewards_are_equal(rewards: tuple[float, ...], equal: bool) -> None:
+    one = group(*rewards)
+    metrics = conversation_metrics([one])
+    assert equal_rewards(rewards) is equal
+    assert (centred(rewards) == [0.0] * len(rewards)) is equal
+    assert has_reward_differences(one) is not equal
+    assert metrics["groups/zero_std"] == float(equal)
+    assert (metrics["reward/std"] == 0.0) is equal
+    assert (metrics["rewards/a/std"] == 0.0) is equal
+    assert (lowest_correlation(one.trajectories) is None) is equal
+
+
+def test_a_reward_that_misses_the_bound_by_rounding_reaches_it() -> None:
+    almost = sum([0.1] * 10)
+    assert almost < 1.0
+    assert reaches(almost, 1.0)
+    assert not reaches(0.999999, 1.0)
+    assert not reaches(0.5, math.inf)
+    assert not reaches(-math.inf, 0.5)
+    always_skips = Curriculum(low=0.0, high=1.0, keep=1e-12, seed=0)
+    assert always_skips.skips(ROW, 0, {"r": almost})
+    assert always_skips.skips(ROW, 0, {"r": 1e-17})
+    assert not always_skips.skips(ROW, 0, {"r": 0.5})
+    assert not Curriculum(low=-math.inf, high=1.0, keep=1e-12, seed=0).skips(ROW, 0, {"r": 0.5})
