@@ -632,6 +632,15 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Renderer.from_pretrained("/nowhere")
 
 
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers makes one of a directory with a config.json."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(TemplateError, match=rf"'{tmp_path}' has no vocabulary \(tokenizer\.json, .*copy the files"):
+        Renderer.from_pretrained(tmp_path)
+
+
 STRANGE = CHATML.replace("<tool_call>", "<invoke>").replace("</tool_call>", "</invoke>")
 
 STRANGE_SPEC = {

@@ -506,7 +506,9 @@ def test_how_many_and_how_good_the_best_are() -> None:
     assert rows(equal) == []
     assert [row["id"] for row in rows(equal, min_reward=1.0, best=2)] == ["a", "b"]
     twins = [conversation(name, 1.0, answers=("call", "42")) for name in "ab"]
-    assert [row["id"] for row in rows([*twins, GROUP[0]], best=2, min_reward=0.5)] == ["a"]
+    left_out = Counter[str]()
+    assert [row["id"] for row in rows([*twins, GROUP[0]], left_out=left_out, best=2, min_reward=0.5)] == ["a"]
+    assert left_out == {"have the messages of another one of their group": 1}
 
 
 def test_pairs_are_of_one_prompt_by_margin_each_conversation_once() -> None:
@@ -555,7 +557,8 @@ def test_what_messages_do_not_show_is_left_out_with_the_reason() -> None:
     assert {row["id"] for row in rows(group, "kto") if row["label"]} == {"b"}
     # each segment is a row of its own; a turn is trained on in one of them
     two.segments[0].turn = array("i", [-1, -1, -1, 0, 0, -1, -1, -1, -1])
-    first, second = rows(group)
+    first, second = rows(group, left_out=(of_sft := Counter[str]()))
+    assert of_sft["have a turn that a limit cut"] == 1
     assert (len(first["messages"]), first["weights"], first["input_ids"]) == (2, [1.0], [1, 2, 3, 116, 4])
     assert (len(second["messages"]), second["weights"], second["input_ids"]) == (4, [0.0, 1.0], [7, 8])
 

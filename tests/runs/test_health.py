@@ -68,6 +68,12 @@ def test_a_monitor_warns_with_value_limit_and_command(
     assert names(off, {metric: bad}, {metric: bad}) == [[], []]
 
 
+def test_failures_are_told_at_the_end_of_a_run_that_is_shorter_than_the_window() -> None:
+    bad = {"failed": 0.375, "kl": 9.0}
+    assert names(HealthMonitors(made(train={"steps": 3})), bad, bad, bad) == [[], [], ["failed"]]
+    assert names(HealthMonitors(made(train={"steps": 4})), bad, bad, bad) == [[], [], []]
+
+
 def test_a_slow_rank_is_named_with_its_machine() -> None:
     monitors = HealthMonitors(made(health={"window": 1}))
     (finding,) = monitors.findings({"step": 1, "ranks/slowest": 9.5, "ranks/slowest_rank": 3}, [], "gpu-node-4")

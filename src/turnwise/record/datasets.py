@@ -138,12 +138,16 @@ def _is_chosen(one: Trajectory, chosen: Chosen | None) -> bool:
     return chosen is None or (one.id, one.step) in chosen
 
 
+_CUT = "have a turn that a limit cut"
+_REPEATED = "have the messages of another one of their group"
+
+
 def sft_rows(trajectories: Iterable[Trajectory], left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """The rows of `sft` of given conversations, whatever their rewards. Those that cannot be rows are counted in `left_out`."""
     for trajectory in trajectories:
         reason = _unfit(trajectory, DatasetChoice(what="sft"))
         if reason is None and _cut(trajectory):
-            reason = "have a turn that a limit cut"
+            reason = _CUT
         if reason is None:
             yield from _sft_rows(trajectory)
         else:
@@ -178,7 +182,7 @@ def rows_of(
     of_group = [reward for reward, _ in scored]
     scored = [pair for pair in scored if _is_chosen(pair[1], chosen)]
     if choice.what == "sft":
-        yield from _best(scored, choice)
+        yield from _best(scored, choice, left_out)
     elif choice.what == "kto":
         yield from _labelled(scored, choice, of_group)
     else:
@@ -215,8 +219,12 @@ def _shown(trajectory: Trajectory) -> Iterator[Any]:
 # rows
 
 
-def _best(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
-    ended = _distinct([pair for pair in scored if not _cut(pair[1])])
+def _best(
+    scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    whole = [pair for pair in scored if not _cut(pair[1])]
+    ended = _distinct(whole)
+    left_out += Counter({_CUT: len(scored) - len(whole), _REPEATED: len(whole) - len(ended)})
     best = choice.best if choice.best is not None else len(ended) if choice.label is not None else 1
     for reward, trajectory in ended[:best]:
         if choice.min_reward is not None:

@@ -63,6 +63,8 @@ class _Limit:
     advice: str
     lowest: bool = False
     """Whether the limit is the smallest value that is accepted, instead of the largest."""
+    counts_early: bool = False
+    """Whether the last step of a run that is shorter than the window is enough."""
 
 
 _LIMITS = (
@@ -111,6 +113,7 @@ _LIMITS = (
         "failed",
         "the share of conversations that failed",
         "They are not trained on, so the model learns from the others only. `turnwise show {run} --failed` prints their errors",
+        counts_early=True,
     ),
     _Limit(
         "slow_rank",
@@ -142,7 +145,9 @@ class HealthMonitors:
         slowest rank."""
         self._add(line)
         if len(self._latest) < self.config.health.window:
-            return []
+            ends = line["step"] == self.config.train.total_steps
+            early = [self._compare(limit, groups, slowest) for limit in _LIMITS if ends and limit.counts_early]
+            return [finding for finding in early if finding is not None]
         found = [self._compare(limit, groups, slowest) for limit in _LIMITS]
         found += [self._tool_use(), self._entropy(), self._length(), self._teacher_gap(), self._teacher_growth()]
         return [finding for finding in found if finding is not None]
@@ -308,7 +313,10 @@ class LearningWatch:
     def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group], slowest: str = "") -> list[RunProblem]:
         """Problems of the run after a step that were not reported before. `metrics` are the step's metrics, `slowest` is the
         machine of the slowest rank."""
-        found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups, slowest)]
+        found = self._of_step(metrics, groups)
+        told = any(finding.name == "constant_reward" for finding in found)  # it names many failures, too
+        monitored = self._monitors.findings(metrics, groups, slowest)
+        found += [finding for finding in monitored if not (told and finding.name == "failed")]
         new = [finding for finding in found if (finding.name, finding.policy) not in self._reported]
         self._reported |= {(finding.name, finding.policy) for finding in new}
         return new
