@@ -65,7 +65,7 @@ def rows_of(size: str) -> Iterator[str]:
 def check_recipe(folder: Path, model: str, found: Starter, gib: float) -> Any:
     """The recipe that `turnwise init` writes, after the checks of `turnwise train` and of `turnwise doctor --recipe`."""
     assert found.plan is not None
-    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib))
+    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib, peak=found.plan.gib))
     recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     check = fit_check(recipe, model, section="train", memory_gb=gib)

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
+from turnwise.assembly.engines import model_facts
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, DataError, TemplateError
-from turnwise.local_paths import looks_like_path, offline_without_network
+from turnwise.local_paths import hub_directory, looks_like_path, offline_without_network
 from turnwise.models.loading import ModelSource, load_model
-from turnwise.options.schema import QuantizationSection
+from turnwise.options.schema import Config, QuantizationSection
 from turnwise.user_code.references import resolve
 
 
@@ -219,3 +220,28 @@ def test_a_model_that_is_not_in_the_cache_of_a_hub_that_must_not_be_asked(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
     with pytest.raises(ConfigError, match=r"run `hf download org/model --local-dir DIR` where there is a network"):
         load_model(ModelSource(path="org/model", device="cpu"))
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_servers_get_the_directory_of_a_model_of_the_hub(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's library reads its cache here: the names of the files are those that it would download."""
+    from huggingface_hub import constants
+
+    hub_directory.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    tree = {"model": {"path": "someone/some-model", "device": "cpu"}, "data": {"train": "rows.csv"}, "engine": "vllm"}
+    config = Config.model_validate(tree)
+    with pytest.raises(ConfigError, match="run `hf download someone/some-model --local-dir DIR`"):
+        model_facts(config)
+    place = tmp_path / "hub" / "models--someone--some-model"
+    snapshot = place / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text('{"vocab_size": 77}')
+    (snapshot / weights).touch()
+    assert model_facts(config) == {"vocab_size": 77}
+    assert hub_directory("someone/some-model", weights=True) == snapshot

@@ -140,6 +140,26 @@ def offline_without_network() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
+_OF_MODELS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors")
+"""The files of a model on the hub, without copies of its weights in the forms of other programs."""
+_OLDER_WEIGHTS = "pytorch_model*.bin"
+
+
+@functools.cache
+def hub_directory(name: str, *, weights: bool) -> Path:
+    """The directory of the hub's cache with the model `name`: its config.json, and with `weights` all that a server loads. What
+    is missing is downloaded. Raises the exceptions of the hub's library."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    offline_without_network()
+    if not weights:
+        return Path(hf_hub_download(name, "config.json")).parent
+    folder = Path(snapshot_download(name, allow_patterns=[*_OF_MODELS]))
+    if not any(folder.glob("*.safetensors")):
+        snapshot_download(name, allow_patterns=[_OLDER_WEIGHTS])
+    return folder
+
+
 def refuse_weights_in_parts(model: str | Path, *, error: type[TurnwiseError]) -> None:
     """Refuse a model directory whose weights are in parts, and say what to do. Raises `error`."""
     if (Path(model).expanduser() / WEIGHTS_IN_PARTS).is_file():

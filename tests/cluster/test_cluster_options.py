@@ -35,7 +35,7 @@ from turnwise.errors import ConfigError
 from turnwise.options.engines import ClusterSection, FsdpSection, RanksSection, WorkersSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.ray_api import connect, needs_text
+from turnwise.ray_workers.ray_api import connect, needs_text, resources_text
 from turnwise.ray_workers.rollouts import choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
@@ -189,6 +189,8 @@ def test_options_of_the_recipe_reach_the_workers(ray_recipe: Path) -> None:
     assert (needs.runtime_env, needs.max_concurrent, needs.start_timeout) == ({"env_vars": {"A": "b"}}, 7, 9)
     assert options.cluster.heartbeat == 3
     assert needs_text(needs) == "num_cpus=0.5, num_gpus=2, tools=1.5"
+    free = {"memory": 9.6e9, "CPU": 1.5, "object_store_memory": 2.0**30, "node:10.0.0.1": 1.0, "tools": 0.5}
+    assert resources_text(free) == "CPU=1.5, memory=8.9 GiB, object_store_memory=1.0 GiB, tools=0.5"
 
 
 def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:

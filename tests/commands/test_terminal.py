@@ -43,7 +43,7 @@ from turnwise.record.evaluation import (
     paired_test,
 )
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
-from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress
+from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress, stages
 from turnwise.terminal.tables import p_value, print_results
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
@@ -262,6 +262,19 @@ def test_a_short_step_prints_no_sign_of_life() -> None:
             time.sleep(0.1)
             activity.step(step)
     assert written.getvalue() == ""
+
+
+def test_a_command_shows_its_present_stage_on_a_terminal() -> None:
+    written = io.StringIO()
+    with stages(Console(file=written, force_terminal=True, width=80)) as begin:
+        begin("checking: [log-probs]")
+        while "checking: [log-probs]" not in written.getvalue():
+            time.sleep(0.02)
+    assert written.getvalue().endswith("\x1b[2K")  # the line is removed
+    elsewhere = io.StringIO()
+    with stages(Console(file=elsewhere)) as begin:
+        begin("checking: log-probs")
+    assert elsewhere.getvalue() == ""
 
 
 def test_a_long_step_prints_a_line_in_each_interval_where_there_is_no_terminal(recipe: Path) -> None:

@@ -29,9 +29,9 @@ from turnwise.engines.remote.publisher import ProbeOptions
 from turnwise.engines.remote.server_process import devices_of_servers, installed_version, visible_devices
 from turnwise.engines.remote.servers import Owner
 from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFiles, WeightStore
-from turnwise.errors import ConfigError, DataError
+from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.local_paths import refuse_other_than_model
+from turnwise.local_paths import hub_directory, looks_like_path, model_advice, refuse_other_than_model
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.algorithm import LoraSection
@@ -70,7 +70,7 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
     devices = functools.cache(functools.partial(_devices, config, options, tuple(trainer)))
     transfer = _weight_transfer(config, options, trainer if inputs.model is not None else [], devices)
     served = ServedModel(
-        path=str(Path(config.model.path).expanduser().absolute()),
+        path=str(_model_directory(config, weights=True).absolute()),
         facts=facts,
         dtype=_dtype(config),
         cpu=on_cpu(config.model.device),
@@ -286,12 +286,12 @@ def longest_context(config: Config) -> int | None:
 
 
 def model_facts(config: Config) -> dict[str, Any]:
-    """The contents of config.json in model.path. Raises ConfigError if there is no such file."""
-    file = Path(config.model.path).expanduser() / "config.json"
+    """The contents of config.json of model.path. Raises ConfigError if there is no such file."""
+    file = _model_directory(config, weights=False) / "config.json"
     if not file.is_file():
         raise ConfigError(
-            f"engine.name={config.engine.name} needs model.path to be a directory with a config.json, and there is no {file}. "
-            f"Download the model, and give the path of its directory"
+            f"engine.name={config.engine.name} needs model.path to be a hub id, or a directory with a config.json, and there is "
+            f"no {file}"
         )
     try:
         facts = parse_json(read_text(file, error=DataError), where=str(file), error=DataError)
@@ -300,6 +300,20 @@ def model_facts(config: Config) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise ConfigError(f"{file} must contain a JSON object")
     return facts
+
+
+def _model_directory(config: Config, *, weights: bool) -> Path:
+    """The directory of the recipe's model, which servers load; a model of the hub is downloaded. Raises ConfigError."""
+    path = config.model.path
+    if looks_like_path(path):
+        return Path(path).expanduser()
+    try:
+        with boundary("model"):
+            return hub_directory(path, weights=weights)
+    except Failed as failed:
+        raise ConfigError(
+            f"the model {path} cannot be read: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
+        ) from failed
 
 
 def cache_gb(config: Config, context: int | None) -> float | None:

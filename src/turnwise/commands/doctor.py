@@ -83,6 +83,7 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load, with_overrides
     from turnwise.doctor.check import as_json, show, worst
     from turnwise.doctor.examine import examine
+    from turnwise.terminal.report import Terminal, stages
 
     config = None
     if options.recipe is not None:
@@ -96,9 +97,15 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
         least = {"model": {"path": model}, "data": {"train": "none"}}
         given, _ = with_overrides(least, overrides, source="the command line")
         arguments = given.model.chat_template_kwargs
-    checks = examine(
-        model, config, weights=options.weights, memory_gb=options.memory_gb, chat_template_kwargs=arguments
-    )
+    with stages(Terminal(stderr=True)) as begin:  # loading a model, and trying what would fit, can take minutes
+        checks = examine(
+            model,
+            config,
+            weights=options.weights,
+            memory_gb=options.memory_gb,
+            chat_template_kwargs=arguments,
+            begins=lambda name: begin(f"checking: {name}"),
+        )
     if options.json:
         context.console.out(as_json(model, checks), highlight=False)
     else:

@@ -36,21 +36,28 @@ def examine(
     weights: Weights = "auto",
     memory_gb: float | None = None,
     chat_template_kwargs: Mapping[str, Any] = {},
+    begins: Callable[[str], None] = lambda name: None,
 ) -> list[Check]:
     """Run all checks of the model at `path`, and of the recipe. `memory_gb` is the memory that a training step may use, in GiB.
-    `chat_template_kwargs` are further arguments of the template where there is no recipe, which has its own.
+    `chat_template_kwargs` are further arguments of the template where there is no recipe, which has its own. `begins` is called
+    with the name of a check that may take long, before it.
 
     A TurnwiseError becomes a failed check and is not raised.
     """
-    checks = list(_checks(path, config, weights, chat_template_kwargs))
+    begins("template")
+    checks = list(_checks(path, config, weights, chat_template_kwargs, begins))
     if config is not None and config.engine.servers is not None and not fine_tunes(config):
+        begins("engine")
         checks.append(_tried("engine", lambda: Check("engine", "ok", f"servers: {assembly.startable(config)}")))
     if config is not None and config.engine.has_weights:
+        begins("memory")
         checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
     return checks
 
 
-def _checks(path: str, config: Config | None, weights: Weights, arguments: Mapping[str, Any] = {}) -> Iterator[Check]:
+def _checks(
+    path: str, config: Config | None, weights: Weights, arguments: Mapping[str, Any], begins: Callable[[str], None]
+) -> Iterator[Check]:
     if config is not None:
         yield _tried("options", lambda: take_effect(config))
     try:
@@ -64,6 +71,7 @@ def _checks(path: str, config: Config | None, weights: Weights, arguments: Mappi
     yield _tried("mask", lambda: masked(renderer, thinking, _rule(config)))
     yield _tried("cost", lambda: cost(renderer, thinking))
     yield _tried("credit", lambda: conserved(renderer, thinking))
+    begins("log-probs")
     model, reason = None, ""
     try:
         model, reason = _model(path, config, weights)
@@ -77,7 +85,8 @@ def _checks(path: str, config: Config | None, weights: Weights, arguments: Mappi
     elif reason:
         yield Check("log-probs", "note", reason)
     if config is not None:
-        yield from _of_recipe(config, renderer, model)
+        begins("rows")
+        yield from _of_recipe(config, renderer, model, begins)
 
 
 def _of_template(renderer: Renderer, directory: template.Directory, config: Config | None) -> Iterator[Check]:
@@ -89,7 +98,7 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
     yield from template_checks(renderer, config, directory=directory, rows=rows)
 
 
-def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterator[Check]:
+def _of_recipe(config: Config, renderer: Renderer, model: Any | None, begins: Callable[[str], None]) -> Iterator[Check]:
     if fine_tunes(config):
         yield (check := _tried("rows", lambda: conversations(config)))
         read = assembly.conversations(config) if check.status != "fail" else []
@@ -111,6 +120,7 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterato
         yield _tried("estimator", lambda: own_estimator(config))
     if isinstance(config.loss, OwnLoss):
         yield _tried("loss", lambda: own_loss(config))
+    begins("rewards")
     yield _tried("rewards", lambda: rewards(config, rows, renderer, model))
 
 

@@ -356,7 +356,7 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
     if (plan := found.plan) is not None:
         peak = starter_peak(found, model_config, gib)
         lines = [f"{path} on {card}: {plan.way.name}, predicted peak of a training step: {peak:.1f} GiB\n"]
-        return starter_lines(plan, found.context, gib), lines
+        return starter_lines(plan, found.context, gib, peak=peak), lines
     raise ConfigError(
         f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its activations, "
         f"with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
@@ -372,8 +372,8 @@ def starter_peak(found: Starter, model_config: Any, gib: float) -> float:
     return predict(config, model_config, workload_of(config, model_config, "train"), card_gib=gib).gib
 
 
-def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
-    """The lines of the starter's recipe by those that they replace."""
+def starter_lines(plan: Plan, context: int, gib: float, *, peak: float) -> dict[str, str]:
+    """The lines of the starter's recipe by those that they replace. `peak` is that of `starter_peak`."""
     options, lora = plan.way.options, "model.lora.rank" in plan.way.options
     known = plan.config
     assert known.engine.embedded is not None
@@ -389,7 +389,7 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
     train = [
         f"  lr: {_number(rate)} # for {plan.parameters / 1e9:.1f} billion parameters"
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
-        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # an update needs {plan.gib:.1f} of {gib:g} GiB",
+        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # a step needs {peak:.1f} of {gib:.3g} GiB",
     ]
     if "train.optimizer.master_weights" in options:
         train.append("  optimizer: {master_weights: kahan} # 2 bytes for each parameter instead of 4")

@@ -36,6 +36,7 @@ from turnwise.doctor.memory import (
 )
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.device import gpu_memory, known_dtype, sees_gpu
+from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import Config
 
 _COMPUTED = object()
@@ -105,6 +106,10 @@ def _checked(config: Config, memory: Memory) -> Check:
     if check.status != "fail":
         return check
     found = what_fits(config, memory)
+    if not found.fits and memory.of_card and memory.section == "train" and assembly.servers_beside_trainer(config):
+        embedded = what_fits(changed(config, ["engine"], LocalEngineSection()), memory)
+        if embedded.fits:
+            found = replace(embedded, options={"engine": "local", **embedded.options})
     if found.fits:
         advice = f"set {found.text} ({found.gib:.1f} GiB{found.remark})"
     else:

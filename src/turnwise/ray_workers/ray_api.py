@@ -632,8 +632,23 @@ def free_resources() -> str:
     """The resources of the cluster that are not reserved, for messages."""
     import ray
 
-    free = ray.available_resources()
-    return ", ".join(f"{name}={amount:g}" for name, amount in sorted(free.items()) if not name.startswith("node:"))
+    return resources_text(ray.available_resources())
+
+
+def resources_text(amounts: Mapping[str, float]) -> str:
+    """Resources as Ray counts them, for messages.
+
+    Example: `{"CPU": 2.0, "memory": 9.6e9}` gives `CPU=2, memory=8.9 GiB`. Resources that stand for a machine are left out.
+    """
+    return ", ".join(
+        f"{name}={amount / 2**30:.1f} GiB" if name in _BYTES else f"{name}={amount:g}"
+        for name, amount in sorted(amounts.items())
+        if not name.startswith("node:")
+    )
+
+
+_BYTES = ("memory", "object_store_memory")
+"""Resources that Ray counts in bytes."""
 
 
 async def answer(reference: Any) -> Any:

