@@ -57,6 +57,18 @@ def metrics(run: Path, name: str, plots: dict[str, dict[str, str]]) -> None:
     save(figure, name)
 
 
+def of_seeds(seeds: Sequence[Path], name: str, titles: dict[str, str]) -> None:
+    """A picture with one plot for each metric, and in it a curve for each run."""
+    figure, plots = axes(len(titles))
+    for plot, (metric, title) in zip(plots, titles.items(), strict=True):
+        for number, seed in enumerate(seeds):
+            plot.plot(*series(seed, metric), label=f"seed {number}")
+        plot.set_title(title, fontsize=9)
+        plot.set_xlabel("training step")
+    plots[0].legend(frameon=False, fontsize=8)
+    save(figure, name)
+
+
 def evaluation(out: Path, name: str) -> None:
     """The mean rewards of an evaluation, with their intervals."""
     results = json.loads((out / "eval.json").read_text(encoding="utf-8"))["models"]
@@ -91,20 +103,12 @@ def main(runs: Path) -> None:
         plot.set(xlabel="training step", ylabel="loss per token")
         plot.legend(frameon=False, fontsize=8)
         save(figure, "sft")
-    if seeds := sorted(runs.glob("smollm2-*")):
-        figure, places = axes(3)
-        curves = {
-            "reward/mean": "reward",
-            "metrics/wasted": "guesses that were excluded",
-            "entropy": "entropy of the model",
-        }
-        for plot, (metric, title) in zip(places, curves.items(), strict=True):
-            for number, seed in enumerate(seeds):
-                plot.plot(*series(seed, metric), label=f"seed {number}")
-            plot.set_title(title, fontsize=9)
-            plot.set_xlabel("training step")
-        places[0].legend(frameon=False, fontsize=8)
-        save(figure, "smollm2")
+    for name, title_of in (
+        ("smollm2", {"metrics/wasted": "guesses that were excluded"}),
+        ("smollm2_tool", {"rewards/right/mean": "right answers"}),
+    ):
+        if seeds := sorted(runs.glob(f"{name}-*")):
+            of_seeds(seeds, name, {"reward/mean": "reward", **title_of, "entropy": "entropy of the model"})
     if (runs / "eval" / "eval.json").is_file():
         evaluation(runs / "eval", "evaluation")
 

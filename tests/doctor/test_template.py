@@ -18,6 +18,7 @@ from support.conversations import hold
 from support.families import family_renderer, template_files
 from support.templates import GROWS, NO_TOOLS, SHOWS_NO_TOOLS, STRANGE_CALLS, THINKS
 from support.tiny import save_model, save_rows
+from turnwise import assembly
 from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
 from turnwise.config.recipe import load
@@ -489,6 +490,20 @@ def test_a_conversation_whose_prompt_does_not_show_its_tools_fails() -> None:
     assert hold(["Yes."], lambda: offers(), renderer=seeing).error is None
     careless = Renderer(byte_tokenizer(SHOWS_NO_TOOLS), tool_format="hermes", unchecked=["tools shown"])
     assert hold(["Yes."], lambda: offers(), renderer=careless).error is None
+
+
+def test_what_an_environment_shows_of_the_tools_is_known_in_conversations_only(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "user.py").write_text(
+        "from turnwise import ScriptedUser\n\ndef user():\n    return ScriptedUser(['Yes?'])\n"
+    )
+    own = (CALCULATOR, "tool_format=hermes", f"environment={tmp_path}/user.py:user")
+    for words, then in (((), "fails"), (("override_checks=[tools shown]",), "is allowed by override_checks")):
+        config = recipe(tmp_path, models["shows none"], *own, *words)
+        (note,) = [one for one in preflight(config, assembly.renderer(config)) if "shown" in one]
+        assert note.startswith("tools shown: the prompt does not contain the tools that the recipe offers (calculator)")
+        assert note.endswith(f"A conversation whose prompt does not show its tools {then}")
 
 
 def test_describing_tools_twice_or_for_nothing_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

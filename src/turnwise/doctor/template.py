@@ -1148,8 +1148,10 @@ def _shown(renderer: Renderer, config: Config | None, has_tools: bool, rows: Seq
     )
     in_rows = not config.tools and config.mcp.servers is None  # each row has its own
     if check.status == "fail" and (own or elsewhere or in_rows or not rows):
+        overridden = check.name in config.override_checks
+        then = "is allowed by override_checks" if overridden else "fails"
         return replace(
-            check, status="note", text=f"{check.text}. A conversation whose prompt does not show its tools fails"
+            check, status="note", text=f"{check.text}. A conversation whose prompt does not show its tools {then}"
         )
     return check
 
