@@ -116,6 +116,23 @@ def test_parts_of_a_solution_are_worth_something(text: str, reward: float) -> No
     assert found.metrics["right"] == (reward == 1)
 
 
+@pytest.mark.usefixtures("from_the_root")
+def test_answers_with_a_calculator_are_worth_what_they_have_in_common_with_the_right_ones(tmp_path: Path) -> None:
+    """The first rows are 24/4 and 32*37. A call that the calculator does not answer is worth nothing."""
+    turns = [
+        ['[calculator(expression="24/4")]', "The answer is 6."],
+        ['[calculator(expression="32+37")]', "The answer is 69."],
+    ]
+    others = [["The answer is 6."], ['[calculator(expression="32*many")]', "I do not know."]]
+    for number, (texts, rewards) in enumerate(((turns, [1.5, 0.25]), (others, [1.0, 0.0]))):
+        script = tmp_path / f"{number}.jsonl"
+        script.write_text("".join(f"{json.dumps(one)}\n" for one in texts))
+        engine = ["engine.name=scripted", f"engine.script={script}", "model.path=demo/model", "rollout.max_rows=2"]
+        out = tmp_path / str(number)
+        assert main(["rollout", "recipes/smollm2/tool.yaml", *engine, "override_checks=[]", "--out", str(out)]) == 0
+        assert [one["reward"] for one in lines(out / "trajectories.jsonl")] == rewards
+
+
 def gsm8k(folder: Path, source: Path | None) -> Path:
     """Real rows where there are some, else rows of the same form."""
     for name in ("train.jsonl", "test.jsonl"):
