@@ -37,13 +37,13 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def post(
-    base_url: str, key: str, body: bytes | Any, *, path: str = "/chat/completions", **headers: str
+    base_url: str, key: str, body: bytes | Any, *, path: str = "/chat/completions", method: str = "POST", **headers: str
 ) -> tuple[int, Any]:
     """One request, without a client library: status and body."""
     address = urlsplit(base_url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", f"/v1{path}", data, {"Authorization": f"Bearer {key}", **headers})
+    connection.request(method, f"/v1{path}", data, {"Authorization": f"Bearer {key}", **headers})
     response = connection.getresponse()
     answer = json.loads(response.read() or b"null")
     connection.close()
@@ -51,13 +51,13 @@ def post(
 
 
 def asked(
-    body: bytes | Any, *, path: str = "/chat/completions", key: str | None = None, **headers: str
+    body: bytes | Any, *, path: str = "/chat/completions", key: str | None = None, method: str = "POST", **headers: str
 ) -> tuple[int, Any]:
     """A bad request in front of a good one: what it is answered, and that the conversation goes on."""
     seen: list[tuple[int, Any]] = []
 
     def agent(row: Any, base_url: str, api_key: str) -> None:
-        seen.append(post(base_url, api_key if key is None else key, body, path=path, **headers))
+        seen.append(post(base_url, api_key if key is None else key, body, path=path, method=method, **headers))
         assert post(base_url, api_key, CHAT)[0] == 200
 
     trajectory = led(Says("a", "b"), agent)
@@ -72,6 +72,10 @@ def test_a_wrong_key_an_unknown_conversation_and_no_key() -> None:
     status, body = asked(CHAT, key="tw-of-an-earlier-run")
     assert status == 404
     assert "no conversation with this API key" in body["error"]["message"]
+    for path in ("/models", "/models/any"):
+        status, body = asked(b"", key="sk-wrong", path=path, method="GET")
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert asked(b"", path=path, method="GET")[0] == 200
     status, body = asked(CHAT, key="x", path="/messages")
     assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
 

@@ -394,17 +394,24 @@ class _Handlers:
 
     async def models(self, request: Request) -> Response:
         """A list of one model: the model that is trained."""
-        from starlette.responses import JSONResponse
-
-        model = {"id": "model", "object": "model", **_MODEL}
-        return JSONResponse({"object": "list", "data": [model]})
+        return self._about_model(request, {"object": "list", "data": [{"id": "model", "object": "model", **_MODEL}]})
 
     async def model(self, request: Request) -> Response:
         """The model that is trained, under whatever name a client asks for it."""
+        name = request.path_params["name"]
+        return self._about_model(
+            request, {"id": name, "object": "model", "type": "model", "display_name": name, **_MODEL}
+        )
+
+    def _about_model(self, request: Request, told: Mapping[str, Any]) -> Response:
+        """What is told of the model to the agent of a conversation: clients try their key with such a request."""
         from starlette.responses import JSONResponse
 
-        name = request.path_params["name"]
-        return JSONResponse({"id": name, "object": "model", "type": "model", "display_name": name, **_MODEL})
+        try:
+            self._proxy.find(_key(request))
+        except Refused as refused:
+            return _refusal(refused, openai_error(refused))
+        return JSONResponse(told)
 
     async def not_found(self, request: Request) -> Response:
         """All other paths."""
