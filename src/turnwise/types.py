@@ -863,6 +863,9 @@ class Opening:
     watch_sampling: Callable[[], Awaitable[None]] | None = None
     """For environments that can lose interest in a turn, such as an agent whose client disconnects. Called whenever the model
     begins a turn, and cancelled when the turn is complete. If it raises, the turn is cancelled and the conversation fails."""
+    done: bool = False
+    """Whether the conversation ends before the model's first turn, such as a game that another player has ended. It then has no
+    turns and no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from turnwise.assembly.references import environment_constructor
 from turnwise.commands.command import Context, print_lines
 from turnwise.compat.providers.provider import PROVIDERS, Describes, HasNames, HasPreview, provider_of
 from turnwise.data.rows import BringsRows, read_rows
-from turnwise.environments.environment import Environment, EnvironmentSource
+from turnwise.environments.environment import Environment, EnvironmentSource, in_episode
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.json_yaml import parse_yaml
@@ -90,8 +90,11 @@ def _environment(reference: str, arguments: dict[str, Any]) -> list[str]:
             (row,) = read_rows(
                 "environment:1", writes_prompt=lambda: True, provides=lambda n: source.rows(n, held_out=False)
             )
-            opening = asyncio.run(_opening(source, row))
+            with in_episode(_NoModel()):
+                opening = asyncio.run(_opening(source, row))
     except Failed as failed:
+        if isinstance(failed.__cause__, _AgentOpened):
+            return [*lines, f"opening  follows turns of the agent {failed.__cause__}: see `turnwise play RECIPE`"]
         raise ConfigError(f"{reference}: the first row cannot be opened: {failed.failure.message}") from failed
     tools = ", ".join(tool["function"]["name"] for tool in opening.tools) or "none"
     shown = [f"[{message['role']}] {message['content']}" for message in opening.messages]
@@ -128,6 +131,18 @@ async def _opening(source: EnvironmentSource, row: Any) -> Opening:
     finally:
         await environment.close()
         await source.aclose()
+
+
+class _AgentOpened(Exception):
+    """An environment asks a model, and there is none."""
+
+
+class _NoModel:
+    """The episode of an opening that is only shown."""
+
+    def agent(self, name: str, **options: Any) -> Any:
+        """Nobody takes its turns."""
+        raise _AgentOpened(name)
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class GroupScoring:
         Returns the trajectories that are completely scored; none if there are functions of the batch (`Scorer.score_batch`).
         """
         scorer, group = self._scorer, self.group
-        if not trajectory.failed and trajectory.reward is None:
+        if not trajectory.failed and trajectory.reward is None and trajectory.turns:
             pending = self._pending[id(trajectory)] = _PendingScore(Scored(trajectory, group))
             await _score_alone(scorer, pending, with_group=False)
         if self._by_group and self.unfinished == 1:

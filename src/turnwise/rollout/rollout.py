@@ -194,6 +194,8 @@ async def converse(
     async with deadline(limits.seconds_per_turn):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
+    if opening.done:
+        return Stop.DONE
     while (stop := await session.stop_reason()) is None:
         if begin_turn is not None and (stop := begin_turn()) is not None:
             break

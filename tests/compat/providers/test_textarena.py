@@ -12,6 +12,7 @@ import pytest
 from support.conversations import Says, hold, scripted
 from support.own_environment import needs
 from turnwise import assembly
+from turnwise.cli import main
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
@@ -143,10 +144,43 @@ def test_a_game_cannot_go_on_when_a_limit_ends_the_other_player() -> None:
     )
     assert over.error is None, over.error
     assert [both.reward for both in (over, *over.agents)] == [None, None]
+    before = hold(scripted(["x" * 50], ["[4]"]), environments, row=row, limits=Limits(turns=9, tokens_per_turn=20))
+    assert (before.error, before.stop, before.turns, before.reward) == (None, "done", [], None)
+    assert before.messages[-1]["content"] == "[a limit ended the conversation of player 0]"
+    assert before.agents[0].stop == "length"
     config = recipe("TicTacToe-v0", opponent={"policy": "strong"}, seat=0)
     none = hold(scripted(["[4]"]), assembly.environment_factory(config), row=row, limits=LIMITS)
     assert none.error is not None
     assert "names the policy 'strong', and the recipe has none" in none.error.message
+
+
+def test_a_player_who_ends_the_game_before_the_models_first_turn_has_its_reward() -> None:
+    config = recipe("TicTacToe-v0", opponent="self", seat=1)
+    environments, row = assembly.environment_factory(config), assembly.rows(config, limit=1)[0]
+    one = hold(scripted(["?", "?"], ["[4]"]), environments, row=row, limits=LIMITS)
+    assert (one.error, one.stop, one.turns) == (None, "done", [])
+    assert one.messages[-1]["content"] == "[another player has ended the game]"
+    assert [turn.reward for turn in one.agents[0].turns] == [0.0, -1.0]
+
+
+def test_a_refused_move_is_told_where_the_wrappers_hide_it(tmp_path: Path) -> None:
+    path = tmp_path / "opponent.py"
+    path.write_text("def move(observation):\n    return '[0 1]'\n", encoding="utf-8")
+    trajectory = played(recipe("Nim-v0-train", opponent=f"{path}:move", seat=0), ["[9 9]", "[1 1]", "[9 9]"])
+    first, second, third = [m["content"] for m in trajectory.messages if m["role"] == "user"][1:4]
+    refused = "Player 0 attempted an invalid move. Reason: Pile index 9 is out of range."
+    assert first.startswith(refused)
+    assert "Welcome" not in first
+    assert second.startswith("Welcome to Nim")
+    assert "invalid move" not in second
+    assert third.startswith(refused)
+
+
+def test_envs_shows_a_game_whose_opening_follows_a_turn_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "textarena:TicTacToe-v0", "opponent=self", "seat=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "players  2" in shown
+    assert "opening  follows turns of the agent player_0" in shown
 
 
 def test_only_what_is_new_is_shown_and_an_illegal_move_is_answered_by_the_game() -> None:

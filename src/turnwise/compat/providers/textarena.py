@@ -36,6 +36,8 @@ _MOST_MOVES = 200
 """Moves of opponents in a row."""
 _WAIT = 60.0  # seconds for the calls of other games
 _PLAYER = "You play a game. Read its rules, and answer with your next move in the form that they ask for."
+_TOLD = "GAME_ADMIN"
+"""The library's kind of messages about moves that are not allowed, and about the end of a game."""
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _OPPONENT_KEYS = ("policy", "endpoint", "chat_model", "system_prompt")
 
@@ -155,6 +157,8 @@ class _TextGame:
         self._view = _View()
         self._agents: dict[int, _AgentPlayer] = {}
         """The players that are agents of the episode."""
+        self._told: dict[int, int] = {}
+        """How many messages of the game each player has got."""
         self._unfinished = ""
         """Why the game cannot go on, though it has not ended."""
 
@@ -167,14 +171,18 @@ class _TextGame:
         self._draws = random.Random(f"opponent {seed}")
         self._game = await self._foreign.make()
         await self._ask(partial(self._game.reset, num_players=self._source.players, seed=seed % (1 << 32)))
-        done, observation, _ = await self._opponents_move()
-        if done:
-            ended = self._unfinished or f"textarena:{self._source.name} ended"
+        done, seen, _ = await self._opponents_move()
+        if not done:
+            return Opening(messages=opened(row.messages, self._view.new(seen)))
+        if not isinstance(self._source.opponent, _OfEpisode):
             raise ValueError(
-                f"{ended} before the first move of player {self._seat}: another player, who moves first, has ended it (set "
-                f"environment.arguments.seat to 0, or another environment.arguments.opponent)"
+                f"textarena:{self._source.name} ended before the first move of player {self._seat}: another player, who moves "
+                f"first, has ended it (set environment.arguments.seat to 0, or another environment.arguments.opponent)"
             )
-        return Opening(messages=opened(row.messages, self._view.new(observation)))
+        if not self._unfinished:
+            await self._result()  # the rewards of the agents
+        why = self._unfinished or "another player has ended the game"
+        return Opening(messages=opened(row.messages, f"[{why}]"), done=True)
 
     @property
     def _seat(self) -> int:
@@ -184,16 +192,16 @@ class _TextGame:
     async def step(self, turn: Turn) -> Reply:
         move = str(turn.message.get("content") or "").strip()
         done, info = await self._move(move)
-        observation: str = ""
+        seen = _Seen("")
         if not done:
-            done, observation, more = await self._opponents_move()
+            done, seen, more = await self._opponents_move()
             info |= more
         if self._unfinished:
             return Reply(done=True, info={**info, "unfinished": self._unfinished})
         if done:
             rewards, game_info = await self._result()
             return Reply(reward=rewards, done=True, info={**info, **game_info})
-        return Reply(messages=[{"role": "user", "content": self._view.new(observation, move)}], info=info)
+        return Reply(messages=[{"role": "user", "content": self._view.new(seen, move)}], info=info)
 
     async def close(self) -> None:
         for player in self._agents.values():
@@ -210,7 +218,7 @@ class _TextGame:
         info = answered[1]
         return bool(answered[0]), plain(info) if isinstance(info, Mapping) else {}
 
-    async def _opponents_move(self) -> tuple[bool, str, dict[str, Any]]:
+    async def _opponents_move(self) -> tuple[bool, _Seen, dict[str, Any]]:
         """Let the opponents move until it is the model's turn. Whether the game is over or cannot go on, and the observation."""
         info: dict[str, Any] = {}
         for _ in range(_MOST_MOVES):
@@ -222,19 +230,20 @@ class _TextGame:
             player, observation = answered
             if not isinstance(observation, str):  # a name without wrappers: messages (sender, text, kind)
                 observation = "\n".join(str(message[1]) for message in observation)
+            seen = _Seen(observation, await self._ask(partial(self._hidden, player, observation)))
             if player == self._seat:
-                return False, observation, info
+                return False, seen, info
             assert self._source.opponent is not None
             if isinstance(self._source.opponent, _OfEpisode):
-                move = await self._agents_move(player, self._source.opponent.policy, observation)
+                move = await self._agents_move(player, self._source.opponent.policy, seen)
                 if self._unfinished:
-                    return True, "", info
+                    return True, _Seen(""), info
             else:
                 move = await self._opponent(self._source.opponent, observation)
             done, _ = await self._move(move)
             info = {"opponent": move}
             if done:
-                return True, "", info
+                return True, _Seen(""), info
         raise ValueError(f"textarena:{self._source.name}: it was not the model's turn in {_MOST_MOVES} moves")
 
     async def _opponent(self, opponent: Opponent, observation: str) -> str:
@@ -246,15 +255,15 @@ class _TextGame:
             raise TypeError(f"{name} made the move {move!r:.80}; it must be a text")
         return move
 
-    async def _agents_move(self, player: int, policy: str | None, observation: str) -> str:
+    async def _agents_move(self, player: int, policy: str | None, seen: _Seen) -> str:
         """The move of an agent of the episode; nothing if a limit has ended its conversation."""
         if player not in self._agents:
-            messages = opened(self._row.messages, (view := _View()).new(observation))
+            messages = opened(self._row.messages, (view := _View()).new(seen))
             opponent = current_episode().agent(f"player_{player}", messages=messages, policy=policy)
             self._agents[player] = _AgentPlayer(opponent, view)
             new: str | Sequence[Message] = ()
         else:
-            new = self._agents[player].view.new(observation, self._agents[player].move)
+            new = self._agents[player].view.new(seen, self._agents[player].move)
         one = self._agents[player]
         try:
             turn = await one.agent.turn(new)
@@ -287,6 +296,18 @@ class _TextGame:
         of_player = infos.get(self._seat) if isinstance(infos, Mapping) else None
         return reward * self._source.reward_scale, plain(of_player) if isinstance(of_player, Mapping) else {}
 
+    def _hidden(self, player: int, observation: str) -> str:
+        """What the game has told a player since the last time, such as why it refuses a move, and the wrappers do not show."""
+        wrapper, told = self._game, list[Any]()
+        while wrapper is not None:
+            kept = getattr(wrapper, "full_observations", None)  # of those wrappers that choose among the messages
+            if isinstance(kept, Mapping):
+                told = list(kept.get(player, ()))
+            wrapper = getattr(wrapper, "env", None)
+        new, self._told[player] = told[self._told.get(player, 0) :], len(told)
+        texts = [str(message[1]) for message in new if len(message) == 3 and getattr(message[2], "name", "") == _TOLD]
+        return "\n".join(text for text in texts if text not in observation)
+
     def _make_game(self) -> Any:
         with self._random.active():  # some games draw when they are made, as Countdown-v0 its numbers
             return self._source.make_game()
@@ -299,6 +320,16 @@ class _TextGame:
         return await self._foreign.ask(ask)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An observation."""
+
+    text: str
+    """What the wrappers show."""
+    hidden: str = ""
+    """What the game has told the player, too."""
+
+
 class _View:
     """What a player has been shown of a game."""
 
@@ -306,7 +337,12 @@ class _View:
         self._shown = ""
         """What the wrappers have shown so far, if they repeat it."""
 
-    def new(self, observation: str, move: str | None = None) -> str:
+    def new(self, seen: _Seen, move: str | None = None) -> str:
+        """What is new in an observation, behind what the wrappers hide."""
+        parts = [seen.hidden.strip("\n"), self._part(seen.text, move)]
+        return "\n\n".join(part for part in parts if part) or "(nothing new)"
+
+    def _part(self, observation: str, move: str | None) -> str:
         """The part of an observation that was not shown before, without the model's own move at its beginning."""
         before, self._shown = self._shown, observation
         if not before or not observation.startswith(before):
@@ -318,7 +354,7 @@ class _View:
                 if bracket and label.startswith("[") and rest.startswith(own):
                     new = rest[len(own) :]
                     break
-        return new.strip("\n") or "(nothing new)"
+        return new.strip("\n")
 
 
 @dataclass(slots=True)
