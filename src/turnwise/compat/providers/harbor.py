@@ -2,7 +2,7 @@
 
 The model has a shell and an editor in the sandbox of its conversation. When a turn has no call, or a limit ends the conversation,
 the task's tests are copied into the sandbox and run, and the file that they write is the reward. `harbor_tasks.py` reads the
-tasks; `environments/sandbox/machine.py` has the sandboxes. The package `harbor` is not needed."""
+tasks; `environments/sandbox/machine.py` has the sandboxes. Only Harbor's own backends need the package `harbor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from turnwise.compat.object_factory import opened
 from turnwise.compat.providers.harbor_containers import find_tool
+from turnwise.compat.providers.harbor_package import HarborSandboxes, PackageBackend, is_of_package, refuse_bounds
 from turnwise.compat.providers.harbor_registry import dataset_folder, is_dataset
 from turnwise.compat.providers.harbor_sandboxes import ContainerSandboxes, HarborError, JailSandboxes, Sandboxes
 from turnwise.compat.providers.harbor_tasks import (
@@ -72,7 +74,10 @@ class Harbor(LibraryEnvironments):
         name: A folder of tasks, or of one task; or a data set of Harbor's registry, such as `terminal-bench@2.0`.
         eval_tasks: The same, with other tasks, for held-out rows.
         backend: `docker` or `podman`: a container for each conversation. `jail`: the sandbox of this machine, for tasks whose
-            Dockerfile it can follow. Null: `docker` if its service answers, else `jail`.
+            Dockerfile it can follow. Null: `docker` if its service answers, else `jail`. One of Harbor's own (`daytona`, ...,
+            `harbor:docker`, or `module:Class`): an environment of its package for each conversation.
+        python: The Python that has the package `harbor`, for its backends; null: the one that runs turnwise.
+        backend_options: Further options of a backend of the package.
         bounds: Limits of each command: those of the sandbox (docs/sandbox.md). A task that asks for less memory gets less.
         max_concurrent: Commands that run in jails at the same time, or containers that are there at the same time; others wait.
         network: False: containers have no network. Null: as each task says.
@@ -93,7 +98,9 @@ class Harbor(LibraryEnvironments):
         name: str,
         *,
         eval_tasks: str | None = None,
-        backend: Literal["docker", "podman", "jail"] | None = None,
+        backend: str | None = None,
+        python: str | None = None,
+        backend_options: Mapping[str, Any] | None = None,
         bounds: Mapping[str, float] | None = None,
         max_concurrent: int = 8,
         skip_unfit: bool = False,
@@ -102,8 +109,14 @@ class Harbor(LibraryEnvironments):
         keep_processes: bool = False,
         registry: str | None = None,
     ) -> None:
-        if backend not in (None, "docker", "podman", "jail"):
-            raise ConfigError(f"environment.arguments.backend is {backend!r:.80}; it must be docker, podman or jail")
+        of_package = is_of_package(backend)
+        if of_package:
+            refuse_bounds(bounds or {})
+        elif python is not None or backend_options is not None:
+            raise ConfigError(
+                f"environment.arguments.{'backend_options' if python is None else 'python'} has no effect without a backend of "
+                f"Harbor's package, such as backend=daytona: remove it"
+            )
         if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
             raise ConfigError(
                 f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
@@ -118,20 +131,24 @@ class Harbor(LibraryEnvironments):
         if "cpu_seconds" not in given:  # builds and tests compute for as long as they may take
             self.bounds = replace(self.bounds, cpu_seconds=math.ceil(self.bounds.seconds))
         self.weights = None if weights is None else _weights(weights)
-        tool, why = (None, "") if backend == "jail" else find_tool(backend or "docker")
+        tool, why = (None, "") if of_package or backend == "jail" else find_tool(backend or "docker")
         if backend in ("docker", "podman") and tool is None:
             raise ConfigError(f"environment.arguments.backend={backend}: {why}")
-        if network not in (None, False) or (network is False and tool is None):
+        in_jails = tool is None and not of_package
+        if network not in (None, False) or (network is False and in_jails):
             raise ConfigError(
-                f"environment.arguments.network is {network!r:.80}; with docker or podman it may be false; a jail has none, so "
-                f"leave it out"
+                f"environment.arguments.network is {network!r:.80}; with containers it may be false; a jail has none, so leave "
+                f"it out"
             )
         if keep_processes and tool is None:
-            raise ConfigError(
-                "environment.arguments.keep_processes has no effect: in a jail no process outlives its command; remove it"
+            why = (
+                "in a jail no process outlives its command"
+                if in_jails
+                else "backends of Harbor's package keep them always"
             )
+            raise ConfigError(f"environment.arguments.keep_processes has no effect: {why}; remove it")
         self.keep_processes = keep_processes
-        plans: dict[str, ImagePlan] | None = {} if tool is None else None
+        plans: dict[str, ImagePlan] | None = {} if in_jails else None
         self._tasks: dict[bool, dict[str, HarborTask]] = {False: {}, True: {}}
         self._unfit: dict[str, str] = {}
         for held_out, folder in ((False, name), (True, eval_tasks)):
@@ -140,11 +157,16 @@ class Harbor(LibraryEnvironments):
                 self._read(found, held_out, plans)
         if (self._unfit and not skip_unfit) or not self._tasks[False]:
             raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False]), asked=backend))
-        self.sandboxes: Sandboxes = (
-            JailSandboxes(plans or {}, self.bounds, max_concurrent)
-            if tool is None
-            else ContainerSandboxes(tool, self.bounds, max_concurrent, network=network is not False)
-        )
+        self.sandboxes: Sandboxes
+        if plans is not None:
+            self.sandboxes = JailSandboxes(plans, self.bounds, max_concurrent)
+        elif tool is not None:
+            self.sandboxes = ContainerSandboxes(tool, self.bounds, max_concurrent, network=network is not False)
+        else:
+            own = PackageBackend(
+                str(backend), os.path.expanduser(python or sys.executable), dict(backend_options or {})
+            )
+            self.sandboxes = HarborSandboxes(own, self.bounds, max_concurrent, network=network is not False)
 
     def _read(self, folder: str, held_out: bool, plans: dict[str, ImagePlan] | None) -> None:
         root = Path(folder).expanduser()
@@ -214,7 +236,7 @@ def _unfit_message(name: str, unfit: Mapping[str, str], fit: int, *, asked: str 
     leave = f"leave these out with environment.arguments.skip_unfit ({fit} remain)" if fit else "none remains"
     if asked is None and find_tool("podman")[0] is not None:
         leave += ", or set environment.arguments.backend=podman"
-    where = "with " + asked if asked in ("docker", "podman") else "in the sandbox of this machine"
+    where = "in the sandbox of this machine" if asked in (None, "jail") else f"with {asked}"
     return (
         f"environment: harbor:{name}: {len(unfit)} task{'s' * (len(unfit) != 1)} cannot be run {where}; {leave}:\n  "
         + ("\n  ".join([*shown, *more]))

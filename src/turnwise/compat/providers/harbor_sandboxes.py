@@ -56,7 +56,7 @@ def bounds_of(task: HarborTask, bounds: Bounds) -> Bounds:
     return replace(bounds, **least)  # type: ignore[arg-type]
 
 
-class _TaskPlaces:
+class TaskPlaces:
     """A semaphore, and a lock for each task. Both belong to one event loop, and a source may be used in several."""
 
     def __init__(self, concurrent: int) -> None:
@@ -74,6 +74,18 @@ class _TaskPlaces:
     def slots(self) -> asyncio.Semaphore:
         """The places of this event loop."""
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrent))
+
+    async def take(self, closing: contextlib.AsyncExitStack) -> None:
+        """Wait for one of the places, which is free again when `closing` ends. Raises HarborError."""
+        slots = self.slots
+        if in_lockstep() and slots.locked():
+            raise HarborError(
+                f"all {self.concurrent} containers are in use, and with deterministic: true no conversation waits for another: "
+                f"set environment.arguments.max_concurrent to the conversations of a step"
+            )
+        with waiting_for_others():
+            await slots.acquire()
+        closing.callback(slots.release)
 
     @contextlib.asynccontextmanager
     async def building(self, task: HarborTask) -> AsyncIterator[None]:
@@ -98,7 +110,7 @@ class JailSandboxes:
 
     def __init__(self, plans: Mapping[str, ImagePlan], bounds: Bounds, concurrent: int) -> None:
         self._jail, self._plans, self._bounds = find_jail(), plans, bounds
-        self._places, self._images = _TaskPlaces(concurrent), dict[str, int]()
+        self._places, self._images = TaskPlaces(concurrent), dict[str, int]()
         """The descriptors of the archives by task."""
 
     async def machine(self, task: HarborTask) -> Machine:
@@ -152,7 +164,7 @@ class ContainerSandboxes:
         self._containers = ContainerImage(tool=tool, image="")
         """What the images of all tasks share."""
         self._containers.remove_left_over()
-        self._places, self._images = _TaskPlaces(concurrent), dict[str, ContainerImage]()
+        self._places, self._images = TaskPlaces(concurrent), dict[str, ContainerImage]()
         self._directories: dict[str, str] = {}
         """The working directories of images, by their names."""
 
@@ -183,16 +195,8 @@ class ContainerSandboxes:
 
     async def _started(self, task: HarborTask, image: ContainerImage) -> ContainerMachine:
         """A container of a task, when one is free."""
-        slots = self._places.slots
-        if in_lockstep() and slots.locked():
-            raise HarborError(
-                f"all {self._places.concurrent} containers are in use, and with deterministic: true no conversation waits for "
-                f"another: set environment.arguments.max_concurrent to the conversations of a step"
-            )
-        with waiting_for_others():
-            await slots.acquire()
         async with contextlib.AsyncExitStack() as closing:
-            closing.callback(slots.release)
+            await self._places.take(closing)
             container = await closing.enter_async_context(started(image))
             bounds, lock = bounds_of(task, self._bounds), asyncio.Lock()
             if image.image not in self._directories:  # known once there is a container: `create` may have got the image
