@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ CALLS = {
 SFT = {
     "digits": {"steps": 600},
     "aviary": {"steps": 600},
-    "harbor": {"steps": 400, "batch_size": 12},
+    "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 800},
+    "alfworld": {"steps": 400, "batch_size": 16},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (
@@ -64,12 +64,8 @@ class Task:
     title: str
     options: dict[str, Any]
     """Of the recipe."""
-    question: Callable[[random.Random], str]
-    """A message like the environment's, for the fine-tuning."""
-    answer: Callable[[random.Random, str], str]
-    """A legal answer of the start model to a message."""
-    asked: int = 1
-    """Messages in a conversation of the fine-tuning."""
+    conversation: Callable[[random.Random], list[tuple[str, str]]]
+    """A conversation of the fine-tuning: messages like the environment's, each with a legal, random answer."""
     chance: float | None = None
     """The expected reward of random legal answers, where it is known."""
     own: str | None = None
@@ -78,11 +74,28 @@ class Task:
     """The start model, if tasks share one."""
     base: str = ""
     """The start model from which that of this task is fine-tuned; else it has random weights."""
+    words: int = 0
+    """The size of its start model's vocabulary, made of the words of the fine-tuning; 0: a token for each byte."""
     tools: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the environment's tools, and of their parameters."""
     rows: dict[str, Callable[[random.Random], dict[str, Any]]] = field(default_factory=dict)
     files: Callable[[Path], None] | None = None
     """Writes what the environment reads to a folder, of which `{files}` in `options` is the path."""
+
+
+def asked(
+    question: Callable[[random.Random], str], answer: Callable[[random.Random, str], str], times: int = 1
+) -> Callable[[random.Random], list[tuple[str, str]]]:
+    """Conversations whose messages do not depend on each other."""
+
+    def made(draws: random.Random) -> list[tuple[str, str]]:
+        turns = list[tuple[str, str]]()
+        for _ in range(times):
+            text = question(draws)
+            turns.append((text, answer(draws, text)))
+        return turns
+
+    return made
 
 
 def number(draws: random.Random) -> str:
@@ -119,12 +132,16 @@ def write_harbor_tasks(folder: Path) -> None:
     """Tasks in Harbor's format: the numbers to train on, and 48 of those held out."""
     for name, numbers in (("train", NUMBERS[:800]), ("eval", NUMBERS[800:848])):
         for n in numbers:
-            test = f"grep -qx {largest(n)} /app/digit && echo 1 > $REWARD || echo 0 > $REWARD"
+            # a little for any digit: else the few conversations with a reward are too few to keep the words of the command
+            test = (
+                f"if grep -qx {largest(n)} /app/d; then echo 1; elif grep -qx '[0-9]' /app/d; then echo 0.1; else echo 0; fi "
+                f"2> /dev/null > /logs/verifier/reward.txt"
+            )
             texts = {
-                "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n[environment]\n',
+                "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 600.0\n[environment]\n',
                 "instruction.md": INSTRUCTION.format(f"{n:03}") + "\n",
                 "environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n",
-                "tests/test.sh": f"#!/bin/sh\nREWARD=/logs/verifier/reward.txt\n{test}\n",
+                "tests/test.sh": f"#!/bin/sh\n{test}\n",
             }
             for place, text in texts.items():
                 path = folder / name / f"{n:03}" / place
@@ -154,46 +171,49 @@ def room(draws: random.Random) -> str:
     return f"-= Room =-\n{' '.join(text)} An exit to the {way}.\n\nCommands: {', '.join(commands)}"
 
 
-def household(draws: random.Random) -> str:
-    """A message like ALFWorld's: the begin, a place with the thing or without it, or the thing that was taken."""
-    places = draws.sample(PLACES, 3)
-    thing, here = draws.choice(THINGS), places[0]
-    room = f"a {places[0]} 1, a {places[1]} 1, and a {places[2]} 1"
-    return draws.choice(
-        [
-            f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see {room}."
-            f"\n\nYour task is to: put some {thing} on {here}.",
-            f"You arrive at {here} 1. On the {here} 1, you see a {thing} 1.",
-            f"You arrive at {here} 1. On the {here} 1, you see nothing.",
-            f"You pick up the {thing} 1 from the {here} 1.",
-        ]
+def household(draws: random.Random) -> list[tuple[str, str]]:
+    """Six commands in a room like ALFWorld's with two places and a thing, of which each may do something."""
+    (here, there), thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
+    lies, at = draws.choice([here, there]), ""
+    goal = there if lies == here else here
+    shown = (
+        f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
+        f"a {here} 1, and a {there} 1.\n\nYour task is to: {draws.choice(['put a', 'put some'])} {thing} {draws.choice(['in', 'on'])} {goal}."
     )
-
-
-def act(draws: random.Random, asked: str) -> str:
-    """A command that may answer such a message."""
-    way = f"go to {draws.choice(PLACES)} 1"
-    here = asked.partition(" at ")[2].partition(" ")[0]
-    if "see nothing" in asked:
-        return draws.choice([way, f"move {draws.choice(THINGS)} 1 to {here} 1"])
-    if here:
-        thing = asked.rpartition(" a ")[2].partition(" ")[0]
-        return draws.choice([way, f"take {thing} 1 from {here} 1"])
-    return way
+    turns = list[tuple[str, str]]()
+    while len(turns) < 6:
+        commands = [f"go to {place} 1" for place in (here, there) if place != at]
+        if lies == at:
+            commands.append(f"take {thing} 1 from {at} 1")
+        elif not lies and at:
+            commands.append(f"move {thing} 1 to {at} 1")
+        turns.append((shown, command := draws.choice(commands)))
+        if command.startswith("take"):
+            lies, shown = "", f"You pick up the {thing} 1 from the {at} 1."
+        elif command.startswith("move"):
+            lies, shown = at, f"You move the {thing} 1 to the {at} 1."
+            if at == goal:
+                break
+        else:
+            at = command.split()[2]
+            shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
+    return turns
 
 
 def digits(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
     """The largest digit, in an environment of `environment_tasks/`."""
     options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 4}, "train": {"steps": 40}}
-    return Task(name, title, options, answer=digit, question=number, own=own, start="digits", chance=ONE_OF_THREE)
+    return Task(name, title, options, asked(number, digit), own=own, start="digits", chance=ONE_OF_THREE)
 
 
 NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
-INSTRUCTION = "{}: write its largest digit to the file digit."
+INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
-PLACES = ("countertop", "desk", "shelf", "bed", "dresser")
-THINGS = ("apple", "mug", "book", "potato")
+PLACES = ("countertop", "desk", "shelf", "bed", "ottoman")
+THINGS = ("apple", "mug", "potato", "vase")
+_PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
+CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
 ONE_OF_THREE = 0.385
 """The chance that one of three random digits is the largest."""
@@ -207,9 +227,7 @@ TASKS = (
             "limits": {"turns": 8, "tokens_per_turn": 4},
             "train": {"steps": 80},
         },
-        answer=lambda draws, _: str(draws.randrange(4)),
-        asked=3,
-        question=lambda draws: str(draws.randrange(9)),
+        asked(lambda draws: str(draws.randrange(9)), lambda draws, _: str(draws.randrange(4)), 3),
         chance=0.058,
     ),
     Task(
@@ -226,9 +244,11 @@ TASKS = (
             "limits": {"turns": 1, "tokens_per_turn": 6},
             "train": {"steps": 40},
         },
-        answer=lambda draws, asked: draws.choice([asked[-4], asked[-1]]),
-        question=lambda draws: (
-            f"Find the Least Common Multiple (LCM) of these numbers: {draws.randrange(1, 10)}, {draws.randrange(1, 10)}"
+        asked(
+            lambda draws: (
+                f"Find the Least Common Multiple (LCM) of these numbers: {draws.randrange(1, 10)}, {draws.randrange(1, 10)}"
+            ),
+            lambda draws, text: draws.choice([text[-4], text[-1]]),
         ),
         base="digits",
         chance=0.41,
@@ -241,9 +261,11 @@ TASKS = (
             "limits": {"turns": 10, "tokens_per_turn": 8},
             "train": {"steps": 14},
         },
-        answer=lambda draws, _: f"[{draws.randrange(1, 21)}]",
-        asked=3,
-        question=lambda draws: f"[GAME] The target number is {draws.choice(['higher', 'lower'])}.",
+        asked(
+            lambda draws: f"[GAME] The target number is {draws.choice(['higher', 'lower'])}.",
+            lambda draws, _: f"[{draws.randrange(1, 21)}]",
+            3,
+        ),
     ),
     Task(
         "skyrl_gym",
@@ -253,8 +275,7 @@ TASKS = (
             "limits": {"turns": 1, "tokens_per_turn": 12},
             "train": {"steps": 40},
         },
-        answer=lambda draws, asked: f"#### {digit(draws, asked)}",
-        question=lambda draws: f"{number(draws)} #",
+        asked(lambda draws: f"{number(draws)} #", lambda draws, text: f"#### {digit(draws, text)}"),
         base="digits",
         chance=ONE_OF_THREE,
         rows=both(lambda n: {"prompt": f"{n:03} #", "reward_spec": {"ground_truth": largest(n)}}),
@@ -268,8 +289,7 @@ TASKS = (
             **CALLS,
             "train": {"steps": 40},
         },
-        answer=lambda draws, asked: called("submit_answer", answer=digit(draws, asked)),
-        question=number,
+        asked(number, lambda draws, text: called("submit_answer", answer=digit(draws, text))),
         tools={"calculator": ("expr",), "submit_answer": ("answer",)},
         rows=both(lambda n: {"problem_id": str(n), "problem": f"{n:03}", "answer": int(largest(n))}),
         own="aviary",
@@ -282,22 +302,25 @@ TASKS = (
         {
             "environment": {
                 "use": "harbor:{files}/train",
-                "arguments": {"eval_tasks": "{files}/eval", "backend": "jail"},
+                "arguments": {"eval_tasks": "{files}/eval", "backend": "jail", "bounds": {"seconds": 600}},
             },
             "limits": {"turns": 1, "tokens_per_turn": 48},
             **CALLS,
-            "train": {"steps": 32, "batch_size": 4, "lr": 5e-4},
-            "eval": {"every": 8},
+            # ten bytes of an answer must be right together, which large steps unlearn
+            "train": {"steps": 40, "lr": 5e-4},
+            "eval": {"every": 10},
         },
-        answer=lambda draws, asked: called("bash", command=f"echo {digit(draws, asked)} > digit"),
-        question=lambda draws: INSTRUCTION.format(number(draws)),
+        asked(
+            lambda draws: INSTRUCTION.format(number(draws)),
+            lambda draws, text: called("bash", command=f"echo {digit(draws, text)} >d"),
+        ),
         tools={
             "bash": ("command",),
             "str_replace_editor": (
                 *("command", "path", "file_text", "old_str", "new_str", "insert_line", "insert_text", "view_range"),
             ),
         },
-        base="digits",
+        base="aviary",
         chance=ONE_OF_THREE,
         files=write_harbor_tasks,
     ),
@@ -315,30 +338,28 @@ TASKS = (
             "train": {"steps": 24, "batch_size": 4},
             "eval": {"every": 8},
         },
-        answer=lambda draws, asked: draws.choice(asked.rpartition("Commands: ")[2].split(", ")),
-        question=room,
+        asked(room, lambda draws, text: draws.choice(text.rpartition("Commands: ")[2].split(", "))),
         own="textworld",
         base="digits",
         files=games("textworld", "coin_games.py", 32),
     ),
     Task(
         "alfworld",
-        "pick_and_place_simple, three places",
+        "pick_and_place_simple, two places",
         {
             "environment": {
                 "use": "alfworld:{files}/train",
                 "arguments": {"eval_games": "{files}/eval", "instruction": ""},
             },
             "limits": {"turns": 6, "tokens_per_turn": 40},
+            "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
             "train": {"steps": 24, "batch_size": 4},
-            "eval": {"every": 12},
+            "eval": {"every": 6},
         },
-        answer=act,
-        asked=3,
-        question=household,
+        household,
         own="alfworld",
-        base="digits",
-        files=games("alfworld", "household_games.py", 48),
+        words=400,
+        files=games("alfworld", "household_games.py", 40),
     ),
     Task(
         "nemo_gym",
@@ -351,8 +372,7 @@ TASKS = (
             "limits": {"turns": 1, "tokens_per_turn": 4},
             "train": {"steps": 40},
         },
-        answer=digit,
-        question=number,
+        asked(number, digit),
         rows=both(
             lambda n: {
                 "responses_create_params": {"input": [{"role": "user", "content": f"{n:03}"}]},
@@ -398,10 +418,12 @@ def recipe(task: Task, out: Path, seed: int) -> dict[str, Any]:
     # options name files relative to the folder of a task
     options = json.loads(json.dumps(task.options).replace("{files}", str(out / task.name)))
     train = {"steps": 100, "batch_size": 8, "group_size": 8, "lr": 2e-3, **options.pop("train", {})}
+    limits = {"seconds_per_turn": 3600, **options.pop("limits")}  # a machine may be full
     return {
         "model": {"path": str(start_folder(task, out) / "start" / "checkpoint"), "device": "cpu"},
         "data": data,
         "train": train,
+        "limits": limits,
         "eval": {"every": max(1, train["steps"] // 4)},
         "checkpoint": {"every": 1000},
         "output": str(out / "runs" / f"{task.name}-{seed}"),
@@ -444,7 +466,7 @@ def prepare(task: Task, out: Path) -> None:
         options |= {"steps": 300, "batch_size": 24, "lr_schedule": "cosine"}
     else:
         model_path = folder / "random"
-        tokenizer = make_tokenizer()
+        tokenizer = make_tokenizer(learned_from(lines), task.words) if task.words else make_tokenizer()
         tokenizer.chat_template = TEMPLATE
         model = make_model(tokenizer)
         model.config.max_position_embeddings = CONTEXT
@@ -456,12 +478,18 @@ def prepare(task: Task, out: Path) -> None:
     fine_tune(folder, {"model.path": model_path, **tool_format, **named})
 
 
+def learned_from(lines: Sequence[str]) -> list[str]:
+    """The texts of conversations."""
+    return [message["content"] for line in lines for message in json.loads(line)["messages"]]
+
+
 def conversation(task: Task, draws: random.Random) -> dict[str, Any]:
     """A conversation with legal, random answers."""
-    messages = []
-    for _ in range(task.asked):
-        asked = task.question(draws)
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": task.answer(draws, asked)}]
+    messages = [
+        {"role": role, "content": text}
+        for turn in task.conversation(draws)
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
     if not task.tools:
         return {"messages": messages}
     return {"messages": messages, "tools": [schema(name, names) for name, names in task.tools.items()]}

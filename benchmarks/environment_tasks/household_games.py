@@ -1,6 +1,7 @@
 """Games of ALFWorld: `python household_games.py FOLDER COUNT FIRST_SEED` writes them, where they are not there.
 
-A room has three places, and one thing that must be put from one of them to another.
+A room has two places, and one thing that must be put from one of them to the other. Seeds below 1000 have 40 of all 80 rooms,
+the others those that are held out.
 """
 
 import importlib.util
@@ -11,8 +12,9 @@ from pathlib import Path
 __all__ = ["main"]
 
 PEER = Path(__file__).resolve().parents[2] / "tests" / "support" / "peers" / "alfworld_games.py"
-PLACES = ("CounterTop", "Desk", "Shelf", "Bed", "Dresser")
-THINGS = ("Apple", "Mug", "Book", "Potato")
+PLACES = ("CounterTop", "Desk", "Shelf", "Bed", "Ottoman")
+THINGS = ("Apple", "Mug", "Potato", "Vase")
+HELD_OUT = 1000
 
 
 def main() -> None:
@@ -24,12 +26,12 @@ def main() -> None:
     games = importlib.util.module_from_spec(found)
     sys.modules["alfworld_games"] = games
     found.loader.exec_module(games)
+    rooms = [(at, to, thing) for at in PLACES for to in PLACES if at != to for thing in THINGS]
+    random.Random(0).shuffle(rooms)
+    half = len(rooms) // 2
     for seed in range(first, first + count):
-        draws = random.Random(seed)
-        places = draws.sample(PLACES, 3)
-        at, to = draws.sample(range(3), 2)
-        thing = draws.choice(THINGS)
-        room = games.Room("pick_and_place_simple", thing, places[to], "", dict.fromkeys(places, ""), [(thing, at)])
+        at, to, thing = rooms[seed % half + (half if seed >= HELD_OUT else 0)]
+        room = games.Room("pick_and_place_simple", thing, to, "", {at: "", to: ""}, [(thing, 0)])
         if not list(folder.glob(f"*-{seed}")):
             games.write_game(folder, room, seed)
 

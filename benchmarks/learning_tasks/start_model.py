@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from learning_tasks import digging, doors, guessing
@@ -67,11 +68,20 @@ def prepare(folder: Path, data: dict[str, str]) -> None:
     fine_tune(folder, options)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and one for each mark of the chat template."""
+def make_tokenizer(texts: Sequence[str] = (), size: int = 0) -> PreTrainedTokenizerFast:
+    """One token for each byte, and one for each mark of the chat template; with texts, also for their most frequent parts of
+    words, up to a vocabulary of `size`."""
     vocabulary = {symbol: index for index, symbol in enumerate([*MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(texts))
+    if texts:
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=list(MARKS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        core.train_from_iterator(texts, trainer)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in MARKS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
