@@ -44,7 +44,7 @@ SFT = {
     "aviary": {"steps": 600},
     "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 400, "batch_size": 16},
+    "alfworld": {"steps": 700, "batch_size": 12},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (
@@ -172,7 +172,7 @@ def room(draws: random.Random) -> str:
 
 
 def household(draws: random.Random) -> list[tuple[str, str]]:
-    """Six commands in a room like ALFWorld's with two places and a thing, of which each may do something."""
+    """Eight commands in a room like ALFWorld's with two places and a thing, of which each may do something."""
     (here, there), thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
     lies, at = draws.choice([here, there]), ""
     goal = there if lies == here else here
@@ -181,7 +181,7 @@ def household(draws: random.Random) -> list[tuple[str, str]]:
         f"a {here} 1, and a {there} 1.\n\nYour task is to: {draws.choice(['put a', 'put some'])} {thing} {draws.choice(['in', 'on'])} {goal}."
     )
     turns = list[tuple[str, str]]()
-    while len(turns) < 6:
+    while len(turns) < 8:
         commands = [f"go to {place} 1" for place in (here, there) if place != at]
         if lies == at:
             commands.append(f"take {thing} 1 from {at} 1")
@@ -210,8 +210,8 @@ NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
 INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
-PLACES = ("countertop", "desk", "shelf", "bed", "ottoman")
-THINGS = ("apple", "mug", "potato", "vase")
+PLACES = ("desk", "shelf", "bed")
+THINGS = ("apple", "mug")
 _PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
 CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
@@ -351,15 +351,15 @@ TASKS = (
                 "use": "alfworld:{files}/train",
                 "arguments": {"eval_games": "{files}/eval", "instruction": ""},
             },
-            "limits": {"turns": 6, "tokens_per_turn": 40},
+            "limits": {"turns": 8, "tokens_per_turn": 40},
             "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
             "train": {"steps": 24, "batch_size": 4},
             "eval": {"every": 6},
         },
         household,
         own="alfworld",
-        words=400,
-        files=games("alfworld", "household_games.py", 40),
+        words=320,
+        files=games("alfworld", "household_games.py", 36),
     ),
     Task(
         "nemo_gym",

@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import tomllib
@@ -39,6 +40,22 @@ def environment_class(backend: str) -> Any:
     return factory.get_environment_class(import_path=name)
 
 
+async def started(environment: Any) -> None:
+    """Start an environment. SystemExit, which means bad settings here, would end a task's event loop."""
+    try:
+        await environment.start(force_build=False)
+    except SystemExit as error:
+        raise RuntimeError(described(error)) from None
+
+
+async def stopped(environment: Any) -> None:
+    """Stop an environment and remove it, with its files on this machine."""
+    try:
+        await asyncio.wait_for(environment.stop(delete=True), STOP_SECONDS)
+    finally:
+        shutil.rmtree(environment.trial_paths.trial_dir, ignore_errors=True)
+
+
 class LiveEnvironments:
     """The environments that are there, by the names that requests give them."""
 
@@ -58,7 +75,7 @@ class LiveEnvironments:
     async def start(self, name: str, seconds: float, **given: Any) -> None:
         """Make an environment, also its image, and start it."""
         environment = self._there[name] = self._made(name, **given)
-        task = self._starting[name] = asyncio.ensure_future(environment.start(force_build=False))
+        task = self._starting[name] = asyncio.ensure_future(started(environment))
         try:
             await asyncio.wait_for(task, seconds)
         except TimeoutError:
@@ -123,7 +140,7 @@ class LiveEnvironments:
             starting.cancel()
             await asyncio.wait([starting])
         try:
-            await asyncio.wait_for(environment.stop(delete=True), STOP_SECONDS)
+            await stopped(environment)
         except Exception:
             self._left.append(environment)
             raise
@@ -131,7 +148,7 @@ class LiveEnvironments:
     async def stop_all(self) -> None:
         """Stop those that are there, and try it again with those that could not be stopped."""
         again, self._left = self._left, []
-        stopping = [asyncio.wait_for(environment.stop(delete=True), STOP_SECONDS) for environment in again]
+        stopping = [stopped(environment) for environment in again]
         await asyncio.gather(*stopping, *(self.stop(name) for name in list(self._there)), return_exceptions=True)
 
 
