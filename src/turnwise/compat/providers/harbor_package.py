@@ -40,7 +40,7 @@ _BOUNDS = ("seconds", "memory_mb", "output_bytes")
 """Those that have an effect: a backend has no others."""
 _RECORDED = """\
 mkdir -p /tmp 2> /dev/null; out=$(mktemp) || exit 125; exec 2> /dev/null
-{command} < {given} > "$out" 2>&1; status=$?; size=$(($(wc -c < "$out")))
+({command}) < {given} > "$out" 2>&1; status=$?; size=$(($(wc -c < "$out")))
 if [ "$size" -gt {most} ]; then
   head -c {half} "$out"; printf '\\n[... %s bytes of output left out ...]\\n' "$((size - 2 * {half}))"; tail -c {half} "$out"
 else cat "$out"; fi; rm -f "$out"; exit $status"""
