@@ -44,7 +44,7 @@ SFT = {
     "aviary": {"steps": 600},
     "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 700, "batch_size": 12},
+    "alfworld": {"steps": 500, "batch_size": 12, "lr": 5e-3},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (

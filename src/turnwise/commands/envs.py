@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.assembly.references import environment_constructor
 from turnwise.commands.command import Context, print_lines
 from turnwise.compat.providers.provider import PROVIDERS, Describes, HasNames, HasPreview, provider_of
 from turnwise.data.rows import BringsRows, read_rows
-from turnwise.environments.environment import Environment, EnvironmentSource, in_episode
+from turnwise.environments.environment import Environment, EnvironmentSource, EpisodeAgent, in_episode
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.json_yaml import parse_yaml
 from turnwise.options.section import Use
-from turnwise.types import Opening
+from turnwise.types import Message, Opening, SamplingChange, ToolSchema
 
 _BEGIN_SECONDS = 60.0
 
@@ -140,7 +140,17 @@ class _AgentOpened(Exception):
 class _NoModel:
     """The episode of an opening that is only shown."""
 
-    def agent(self, name: str, **options: Any) -> Any:
+    def agent(
+        self,
+        name: str,
+        *,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Tool | Toolbox | Callable[..., Any] | ToolSchema] = (),
+        train: bool | None = None,
+        shares_reward: bool = False,
+        sampling: SamplingChange | None = None,
+        policy: str | None = None,
+    ) -> EpisodeAgent:
         """Nobody takes its turns."""
         raise _AgentOpened(name)
 

@@ -139,11 +139,9 @@ class LiveEnvironments:
         if (starting := self._starting.get(name)) is not None:
             starting.cancel()
             await asyncio.wait([starting])
-        try:
-            await stopped(environment)
-        except Exception:
-            self._left.append(environment)
-            raise
+        self._left.append(environment)
+        await stopped(environment)
+        self._left.remove(environment)
 
     async def stop_all(self) -> None:
         """Stop those that are there, and try it again with those that could not be stopped."""
