@@ -256,6 +256,7 @@ class _Worker:
         log.seek(0)
         said = log.read()[-600:].strip()
         log.close()
+        answers.close()
         while self._waiting:
             _, answer = self._waiting.popitem()
             if answer.set_running_or_notify_cancel():
