@@ -178,7 +178,8 @@ def household(draws: random.Random) -> list[tuple[str, str]]:
     goal = there if lies == here else here
     shown = (
         f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
-        f"a {here} 1, and a {there} 1.\n\nYour task is to: {draws.choice(['put a', 'put some'])} {thing} {draws.choice(['in', 'on'])} {goal}."
+        f"a {here} 1, and a {there} 1.\n\nYour task is to: put {draws.choice(['a', 'some'])} {thing} "
+        f"{draws.choice(['in', 'on'])} {goal}."
     )
     turns = list[tuple[str, str]]()
     while len(turns) < 8:

@@ -231,8 +231,8 @@ EXCEPT_EXCEPTION = {
     "compat/providers/harbor_worker.py": 1,
 }
 """Where whatever is raised may be caught, BaseException included, besides the boundary, which is a context manager: the text of
-an exception, the two ways to call a user's code, the requests of an embedded engine whose model raised, and the worker processes of
-math-verify and of Harbor's package."""
+an exception, the two ways to call a user's code, the requests of an embedded engine whose model raised, and the worker processes
+of math-verify and of Harbor's package."""
 
 RAISED_AGAIN = {
     "engines/remote/engine.py": 1,  # a cancelled weight update gives the old weights back as well

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from support.harbor_tasks import TASKS, write_tasks
 from support.own_environment import interpreter, python_3_12
-from support.real_containers import busybox_folder, real_tool
 from turnwise import assembly
 from turnwise.compat.providers import harbor_package
 from turnwise.config.recipe import checked
@@ -177,24 +173,3 @@ def test_backends_that_cannot_be_used_are_refused_before_the_run(
     config = recipe(write_tasks(tmp_path / "tasks", "half"), python, backend, **arguments)
     with pytest.raises(ConfigError, match=message):
         assembly.environment_factory(config)
-
-
-def test_the_real_podman_of_the_package(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    test = "#!/bin/sh\nif grep -qx 2 /app/primes; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
-    folder = write_tasks(tmp_path / "tasks", "half", test=test)
-    compose = shutil.which("podman-compose")
-    if compose is None:
-        with pytest.raises(ConfigError, match=r"backend=harbor:podman: .*([Cc]ompose|not installed)"):
-            assembly.environment_factory(recipe(folder, python, "harbor:podman"))
-        pytest.skip("there is no podman-compose")
-    busybox_folder(folder / "half" / "environment", "WORKDIR /app")
-    with real_tool("podman", tmp_path / "podman") as place:
-        monkeypatch.setenv("PATH", os.pathsep.join([str(place), str(Path(compose).parent), os.environ["PATH"]]))
-        config = recipe(folder, python, "harbor:podman", network=False)
-        (one,) = played(config, bash("pwd; echo 2 > primes"), "Done.")
-        assert one.error is None, one.error
-        assert (answers(one), one.turns[-1].reward) == (["/app"], 1.0)
-        left = subprocess.run(
-            [place / "podman", "ps", "-a", "-q", "--filter=name=turnwise"], capture_output=True, text=True
-        )
-        assert left.stdout == ""
