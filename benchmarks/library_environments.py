@@ -322,7 +322,7 @@ TASKS = (
             ),
         },
         base="aviary",
-        chance=ONE_OF_THREE,
+        chance=ONE_OF_THREE + 0.1 * (1 - ONE_OF_THREE),
         files=write_harbor_tasks,
     ),
     Task(
