@@ -1,4 +1,4 @@
-"""Gymnasium environments, and others with `reset` and `step`, as they are: what is shown, and what is an action."""
+"""Gymnasium environments, registered ones and users', and others with `step`: what is shown, and what is an action."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gymnasium import spaces
 from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise import assembly
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
+from turnwise.config.recipe import checked
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
@@ -641,3 +642,55 @@ def test_a_recipe_names_the_class_and_its_tools(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})
     trajectory = hold(Says("a", "end"), assembly.environment_factory(config))
     assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "A", "end"]
+
+
+# gymnasium through the loop: registered environments, with the rewards of the library's own loop
+
+
+STEPS = 30
+TEN: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("Blackjack-v1", {}, [1, 0]),
+    ("Blackjack-v1", {"sab": True}, [1, 1, 0]),
+    ("FrozenLake-v1", {}, [2, 1, 1, 2, 0]),
+    ("FrozenLake-v1", {"is_slippery": False}, [2, 2, 1, 1, 1, 2]),
+    ("FrozenLake8x8-v1", {}, [2, 1, 2, 3]),
+    ("Taxi-v4", {}, [0, 2, 4, 5, 1, 3]),
+    ("CliffWalking-v1", {}, [0, 1, 1, 1, 2]),
+    ("CliffWalkingSlippery-v1", {}, [0, 1, 1, 1, 2]),
+    ("CartPole-v1", {}, [0, 1, 1]),
+    ("MountainCar-v0", {}, [0, 2]),
+    ("Acrobot-v1", {}, [0, 2, 1]),
+]
+"""Names, arguments, and the actions, which are repeated."""
+
+
+def own_rewards(name: str, arguments: dict[str, Any], seed: int, actions: list[int]) -> list[float]:
+    """The rewards of the library's own loop."""
+    environment = gymnasium.make(name, **arguments)
+    environment.reset(seed=seed)
+    rewards = []
+    for action in actions:
+        _, reward, terminated, truncated, _ = environment.step(action)
+        rewards.append(float(reward))
+        if terminated or truncated:
+            break
+    environment.close()
+    return rewards
+
+
+@pytest.mark.parametrize(("name", "arguments", "repeated"), TEN)
+def test_an_environment_has_the_rewards_of_the_librarys_own_loop(
+    name: str, arguments: dict[str, Any], repeated: list[int]
+) -> None:
+    use = {"use": f"gymnasium:{name}", "arguments": {"arguments": arguments}}
+    config = checked({"model": "m", "environment": use}, source="recipe")
+    actions = (repeated * STEPS)[:STEPS]
+    (row,) = assembly.rows(config, limit=1)
+    trajectory = hold(
+        Says(*map(str, actions)),
+        assembly.environment_factory(config),
+        row=row,
+        limits=Limits(turns=STEPS, tokens_per_turn=20),
+    )
+    assert trajectory.error is None, trajectory.error
+    assert [turn.reward for turn in trajectory.turns] == own_rewards(name, arguments, row["seed"], actions)
