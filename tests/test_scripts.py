@@ -505,14 +505,6 @@ assert importlib.util.find_spec("timm") is None
     ]
 
 
-@pytest.mark.engines
-@pytest.mark.parametrize("engine", list(engine_env.ENGINES))
-def test_make_test_engines_has_made_the_environments(engine: str) -> None:
-    recipe = engine_env.ENGINES[engine]
-    assert engine_env.is_complete(engine)
-    assert engine_env._differences(recipe) == ([], [])
-
-
 # The site of the documentation, and its notebook
 
 

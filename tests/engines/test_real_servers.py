@@ -53,6 +53,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("engine", list(engine_env.ENGINES))
+def test_make_test_engines_has_made_the_environments(engine: str) -> None:
+    recipe = engine_env.ENGINES[engine]
+    assert engine_env.is_complete(engine)
+    assert engine_env._differences(recipe) == ([], [])
+
+
+@pytest.mark.engines
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "vllm in_process"])
 def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
     name, _, mode = engine.partition(" ")
