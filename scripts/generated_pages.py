@@ -136,7 +136,7 @@ class OptionRow:
 
     @property
     def cell(self) -> str:
-        return f"`{self.option}`{_mark(self.option)}"
+        return _cell(self.option, self.default)
 
 
 def option_table() -> str:
@@ -166,7 +166,7 @@ def _choice(key: str, classes: Sequence[type[Section]]) -> OptionRow:
     default = name_of(type(Config.model_fields[key].default))
     names = ", ".join(f"`{name_of(cls)}`" for cls in classes)
     page = _doc(_base(classes))
-    what = f"{page} One of: {names}." if "(docs/" in page else f"One of: {names} ([{key}](#{key}))."
+    what = page if "(docs/" in page else f"One of: {names} ([{key}](#{key}))."
     return OptionRow(f"{key}.name", f"`{default}`", what)
 
 
@@ -185,11 +185,11 @@ def _others(rows: Sequence[OptionRow]) -> Iterator[str]:
 def _table(rows: Sequence[OptionRow]) -> Iterator[str]:
     """A line for each option, one for equal neighbours. What is as in another section stands in a line below them."""
     own = [row for row in rows if row.like is None]
-    for (default, what), same in groupby(own, key=lambda row: (row.default, row.what)):
-        yield f"- {', '.join(row.cell for row in same)}{_in_brackets(default)}: {what}"
+    for (_, what), same in groupby(own, key=lambda row: (row.default, row.what)):
+        yield f"- {', '.join(row.cell for row in same)}: {what}"
     like = [row for row in rows if row.like is not None]
     for section, same in groupby(like, key=lambda row: (row.like or "").rpartition(".")[0]):
-        yield f"- As in `{section}`: {', '.join(f'{row.cell} ({row.default})' for row in same)}."
+        yield f"- As in `{section}`: {', '.join(row.cell for row in same)}."
 
 
 def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
@@ -209,12 +209,12 @@ def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
     lists = [names for names, count in Counter(of_names.values()).items() if names and count >= LIST]
     for (name, what), of in options:
         if (names := of_names[name, what]) not in lists:
-            yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names}{_in_brackets(_defaults(of))}: {what}"
+            yield f"- {_cell(f'{key}.{name}', _defaults(of), names)}: {what}"
     for names in lists:
         yield from ("", f"Options{names}:", "")
         for (name, what), of in options:
             if of_names[name, what] == names:
-                yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{_in_brackets(_defaults(of))}: {what}"
+                yield f"- {_cell(f'{key}.{name}', _defaults(of))}: {what}"
 
 
 def _names(of: Sequence[tuple[type[Section], FieldInfo]], classes: Sequence[type[Section]]) -> str:
@@ -222,9 +222,13 @@ def _names(of: Sequence[tuple[type[Section], FieldInfo]], classes: Sequence[type
     return "" if len(of) == len(classes) else f" of {', '.join(f'`{name_of(cls)}`' for cls, _ in of)}"
 
 
-def _in_brackets(default: str) -> str:
-    """The default behind an option. Null is not said."""
-    return "" if default == "`null`" else f" ({default})"
+def _cell(option: str, default: str, names: str = "") -> str:
+    """An option with its mark and its default, as on the command line; null is not said. `names`: of which names it is."""
+    if default == "`null`":
+        return f"`{option}`{_mark(option)}{names}"
+    if default.startswith("`") and default.count("`") == 2:
+        return f"`{option}={default[1:]}{_mark(option)}{names}"
+    return f"`{option}`{_mark(option)}{names} ({default})"
 
 
 def _has_own_options(cls: type[Section], classes: Sequence[type[Section]]) -> bool:

@@ -711,7 +711,7 @@ def _convert_script_data(builder: TrlRecipeBuilder) -> bool:
     ):
         if (text := script.rows.get(key)) is None:
             continue
-        name, _, split = script.hub.get(key, "").partition(":")
+        name, _, split = script.hub.get(key, "").rpartition(":")
         if not name:
             builder.set(option, file, key)
             write = f"{text}.to_json({file!r})"
@@ -719,7 +719,8 @@ def _convert_script_data(builder: TrlRecipeBuilder) -> bool:
             builder.assume(option, file, reason)
             continue
         builder.set(option, name, key)
-        builder.set("data.split" if option == "data.train" else "data.eval_split", split, key)
+        if split:
+            builder.set("data.split" if option == "data.train" else "data.eval_split", split, key)
     return True
 
 

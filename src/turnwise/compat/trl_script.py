@@ -168,12 +168,16 @@ def _reward_name(value: ast.expr, imported: Mapping[str, str], defined: set[str]
 
 
 def _hub_data(call: ast.Call) -> str | None:
-    """`name` or `name:split` of `load_dataset("name", split="train")`; None for other calls."""
+    """`name:split` of `load_dataset("name", split="train")`, and `rows.jsonl:` of a file of rows (`data_files`); None for other
+    calls."""
     name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
     texts = [value.value if isinstance(value, ast.Constant) else None for value in call.args]
     known = {keyword.arg: keyword.value for keyword in call.keywords}
     split = known.pop("split", None)
     part = split.value if isinstance(split, ast.Constant) else None
+    file = known["data_files"] if name == "load_dataset" and part == "train" and set(known) == {"data_files"} else None
+    if isinstance(file, ast.Constant) and texts in (["json"], ["parquet"]):
+        return f"{file.value}:" if str(file.value).endswith((".jsonl", ".parquet")) else None
     if name != "load_dataset" or len(texts) != 1 or not isinstance(texts[0], str) or known:
         return None
     return f"{texts[0]}:{part}" if isinstance(part, str) and part.isidentifier() else None

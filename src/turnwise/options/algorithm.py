@@ -728,11 +728,9 @@ class OptimizerSection(Section):
     """The optimizer, and what it keeps in memory (docs/memory.md)."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """Bytes per trained parameter: `adamw` 8; `adamw_8bit` 2 (extra `8bit`); `adafactor` almost 0, with steps relative to the
-    weights' size (use a larger rate)."""
+    """Bytes per trained parameter: `adamw` 8, `adamw_8bit` 2, `adafactor` almost 0 (with larger rates)."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
-    """How steps below bfloat16's precision are kept: a `float32` copy (4 bytes), the rounding error (`kahan`, 2),
-    `stochastic_rounding` (0), not (`none`)."""
+    """How steps below bfloat16's precision are kept: `float32` copy (4 bytes), `kahan` (2), `stochastic_rounding`, `none`."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu`: state and master weights are in the CPU's memory, where the step runs."""
 

@@ -75,9 +75,8 @@ METRICS = (
     ),
     Metric(
         "rewards/<part>/mean", "reward", _FINISHED,
-        "A part of the reward, from the first step with it on: a reward function times its weight (a conversation for which it "
-        "returned None is not counted), what the environment named in `Reply.rewards`, and as `turns` what environment and tools "
-        "gave without a name (0 where it gave none). The parts add up to `reward/mean` unless a function returned None.",
+        "A part of the reward, from the first step with it on: a reward function times its weight, what the environment named, "
+        "or as `turns` the rest of environment and tools (docs/rewards.md).",
         same=("rewards/<part>", "reward/<part>"),
     ),
     Metric(

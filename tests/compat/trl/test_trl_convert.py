@@ -575,3 +575,24 @@ def test_a_script_that_may_be_imported_keeps_its_functions(tmp_path: Path, monke
     assert report.recipe["data"]["train"] == "train.jsonl"
     told = [str(one) for one in report.assumptions]
     assert any("dataset.map(len).to_json('train.jsonl')" in one for one in told), told
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("load_dataset('json', data_files='my/rows.jsonl', split='train')", "my/rows.jsonl"),
+        ("load_dataset('parquet', data_files='rows.parquet', split='train')", "rows.parquet"),
+        (
+            "load_dataset('json', data_files='rows.jsonl', split='train[:10]')",
+            "train.jsonl",
+        ),  # a part: the script writes it
+        ("load_dataset('json', data_files='rows.json', split='train')", "train.jsonl"),
+    ],
+)
+def test_a_file_that_a_script_loads_as_it_is_becomes_the_rows(
+    call: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(REWARDS.format(main=TRAINER.format(data=call)))
+    report = from_trl_arguments(["train.py"])
+    assert report.recipe["data"] == {"train": expected}

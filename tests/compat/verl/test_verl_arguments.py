@@ -778,6 +778,9 @@ def test_data_without_a_grader_needs_a_reward_function(grpo: list[str], tmp_path
     (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(a_row(data_source="my/data")) for _ in range(4)))
     found = from_verl_arguments([*grpo, f"data.train_files={tmp_path}/other.jsonl"])
     assert "there is no grader for 'my/data' here" in matters(found)["custom_reward_function.path"]
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(a_row(data_source=None)) for _ in range(4)))
+    found = from_verl_arguments([*grpo, f"data.train_files={tmp_path}/other.jsonl"])
+    assert "rows have no column data_source" in matters(found)["custom_reward_function.path"]
 
 
 def test_configuration_files_are_put_together_as_hydra_does(grpo: list[str], tmp_path: Path) -> None:

@@ -859,10 +859,13 @@ class _Conversion:
             return
         self._builder.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
         column = self._builder.value("data.reward_fn_key")
-        unknown = sorted({str(row.get(column)) for row in self._rows or ()} - set(GRADED))
-        if unknown:
-            missing = ", ".join(map(repr, unknown))
-            reason = f"there is no grader for {missing} here (graders exist for: {', '.join(GRADED)}): set it"
+        named = {row.get(column) for row in self._rows or ()}
+        if unknown := sorted({str(name) for name in named - {None}} - set(GRADED)):
+            missing = f"there is no grader for {', '.join(map(repr, unknown))} here"
+        else:
+            missing = f"rows have no column {column}, by which verl chooses the grader"
+        if unknown or None in named:
+            reason = f"{missing} (graders exist for: {', '.join(GRADED)}): set it, or a function in reward.trajectory"
             self._builder.reject(path, reason, changes_training=True, even_default=True)
 
     def _others(self) -> None:
