@@ -82,7 +82,7 @@ def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages
 # Options
 
 
-LONG = 5
+LONG = 3
 """A description of more words than these is not repeated."""
 LIST = 3
 """So many options of the same names have a list of their own."""
