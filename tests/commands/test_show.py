@@ -246,7 +246,8 @@ def test_the_conversations_of_a_step(run: Path) -> None:
 @pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
 def test_nothing_that_fits_is_told(run: Path, options: dict[str, Any]) -> None:
     with pytest.raises(
-        RunError, match=r"no conversation in .* matches; `turnwise show .*` prints a summary of the run"
+        RunError,
+        match=r"no conversation in .* matches( \(its steps are 1 to 2\))?; `turnwise show .*` prints a summary of the run",
     ):
         shown(run, **options)
 

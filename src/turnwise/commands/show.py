@@ -276,7 +276,11 @@ def show(
     trajectories = selection.of(path, damaged)
     print_lines(console, damage_notes(damaged), style="yellow")
     if not trajectories:
-        raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints a summary of the run")
+        recorded = RecordedTrajectories(path, damaged=[])
+        steps = (
+            f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
+        )
+        raise RunError(f"no conversation in {path} matches{steps}; `turnwise show {run}` prints a summary of the run")
     policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
     decode = {policy: token_texts(run, policy) for policy in policies}
     recorded = RecordedTrajectories(path, damaged=[])
