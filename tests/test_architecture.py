@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options",
         "user_code.algorithms",
         "library_messages",
+        "version",
     },
     "config": {
         "errors",
