@@ -21,6 +21,7 @@ import contextlib
 import difflib
 import functools
 import os
+import re
 import sys
 import threading
 import traceback
@@ -230,6 +231,14 @@ def traceback_of(error: BaseException, *, depth: int = 3) -> str:
 def counted(count: int, noun: str) -> str:
     """The count with its noun: `1 step`, `2,000 steps`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+
+
+def message_pattern(message: str) -> str:
+    """A message without what varies: `after 30.1 s in '/tmp/x'` becomes `after # s in #`."""
+    return _VARYING.sub("#", message)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

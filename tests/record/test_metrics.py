@@ -127,6 +127,8 @@ def test_failures_are_counted_and_the_frequent_ones_come_first() -> None:
         return Group(id="1", row=row, trajectories=trajectories)
 
     assert failures([broken("a", "", "b"), broken("b", "b")]) == ["environment (3 times): b", "environment: a"]
+    of_rows = broken("row '7' has no column 'a'", "row '12' has no column 'a'")
+    assert failures([of_rows]) == ["environment (2 times): row '7' has no column 'a'"]
     assert failures([broken("", "")]) == []
 
 

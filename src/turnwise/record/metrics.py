@@ -12,7 +12,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
+from turnwise.errors import message_pattern
+from turnwise.types import NOT_SAMPLED, Failure, Group, LogprobKind, Stop, Trajectory
 from turnwise.user_code.reward_number import equal_rewards
 
 # conversations that are compared with each other
@@ -246,25 +247,21 @@ def cut_answers(trajectories: Sequence[Trajectory], limits: object, *, least: fl
 
 
 def failures(groups: Sequence[Group]) -> list[str]:
-    """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`.
+    """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`. Numbers and quoted
+    texts in messages do not distinguish them.
 
     The lines of the user's code on which the first of its kind was raised stand below it.
     """
-    errors = Counter(
-        (trajectory.error.kind, trajectory.error.message)
-        for group in groups
-        for trajectory in group.trajectories
-        if trajectory.error is not None
-    )
-    places = {
-        (trajectory.error.kind, trajectory.error.message): trajectory.error.traceback
-        for group in reversed(groups)
-        for trajectory in reversed(group.trajectories)
-        if trajectory.error is not None
-    }
+    errors: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], Failure] = {}
+    for error in (trajectory.error for group in groups for trajectory in group.trajectories):
+        if error is not None:
+            key = error.kind, message_pattern(error.message)
+            errors[key] += 1
+            first.setdefault(key, error)
     return [
-        f"{kind}{f' ({count} times)' if count > 1 else ''}: {message}\n{places[kind, message]}".rstrip()
-        for (kind, message), count in errors.most_common()
+        f"{kind}{f' ({count} times)' if count > 1 else ''}: {first[kind, text].message}\n{first[kind, text].traceback}".rstrip()
+        for (kind, text), count in errors.most_common()
     ]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from turnwise.errors import RunError
+from turnwise.errors import RunError, message_pattern
 from turnwise.json_yaml import RecordedLoader, parse_json, parse_yaml, read_text
 from turnwise.record.lines import existing_file
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read_lines
@@ -459,14 +459,6 @@ class FailureGroup:
     """The step of the latest."""
     id: str
     """The id of the latest conversation."""
-
-
-_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
-
-
-def message_pattern(message: str) -> str:
-    """A message without what varies: `after 30.1 s in '/tmp/x'` becomes `after # s in #`."""
-    return _VARYING.sub("#", message)
 
 
 def group_failures(failures: Iterable[tuple[int | None, str, str, str]]) -> list[FailureGroup]:

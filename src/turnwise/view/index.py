@@ -18,10 +18,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from turnwise.errors import RunError
+from turnwise.errors import RunError, message_pattern
 from turnwise.record.lines import LineFile, existing_file, line_checksum
 from turnwise.record.metrics import split_parts
-from turnwise.record.summary import message_pattern
 
 _FORMAT = 5
 COLUMNS = (
