@@ -444,7 +444,8 @@ class Renderer:
                 f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. "
                 f"{model_advice(path, failed)}"
             ) from failed
-        if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one by the type of the model
+        # transformers makes an empty one by the type of the model
+        if not tokenizer.encode("a", add_special_tokens=False):
             raise TemplateError(
                 f"{str(path)!r} has no vocabulary (tokenizer.json, or the file of the model's own tokenizer), so no text has "
                 f"tokens: copy the files of the tokenizer into it, as save_pretrained of the tokenizer writes them"
