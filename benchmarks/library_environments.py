@@ -44,7 +44,7 @@ SFT = {
     "aviary": {"steps": 600},
     "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 500, "batch_size": 12, "lr": 5e-3},
+    "alfworld": {"steps": 250, "batch_size": 12, "lr": 5e-3},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (
@@ -172,7 +172,7 @@ def room(draws: random.Random) -> str:
 
 
 def household(draws: random.Random) -> list[tuple[str, str]]:
-    """Eight commands in a room like ALFWorld's with two places and a thing, of which each may do something."""
+    """Random commands in a room like ALFWorld's with two places and a thing, of which most do nothing."""
     (here, there), thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
     lies, at = draws.choice([here, there]), ""
     goal = there if lies == here else here
@@ -182,22 +182,24 @@ def household(draws: random.Random) -> list[tuple[str, str]]:
         f"{draws.choice(['in', 'on'])} {goal}."
     )
     turns = list[tuple[str, str]]()
-    while len(turns) < 8:
-        commands = [f"go to {place} 1" for place in (here, there) if place != at]
-        if lies == at:
-            commands.append(f"take {thing} 1 from {at} 1")
-        elif not lies and at:
-            commands.append(f"move {thing} 1 to {at} 1")
-        turns.append((shown, command := draws.choice(commands)))
-        if command.startswith("take"):
+    while len(turns) < 12:
+        named = f"{thing} 1 {{}} {draws.choice(PLACES)} 1"
+        command = draws.choice(
+            [f"go to {draws.choice(PLACES)} 1", f"take {named}".format("from"), f"move {named}".format("to")]
+        )
+        turns.append((shown, command))
+        word, place = command.split()[0], command.split()[-2]
+        if word == "go" and place != at:
+            at = place
+            shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
+        elif word == "take" and lies == at == place:
             lies, shown = "", f"You pick up the {thing} 1 from the {at} 1."
-        elif command.startswith("move"):
+        elif word == "move" and not lies and at == place:
             lies, shown = at, f"You move the {thing} 1 to the {at} 1."
             if at == goal:
                 break
         else:
-            at = command.split()[2]
-            shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
+            shown = "Nothing happens."
     return turns
 
 
@@ -211,8 +213,8 @@ NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
 INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
-PLACES = ("desk", "shelf", "bed")
-THINGS = ("apple", "mug")
+PLACES = ("desk", "shelf")
+THINGS = ("apple",)
 _PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
 CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
@@ -352,7 +354,7 @@ TASKS = (
                 "use": "alfworld:{files}/train",
                 "arguments": {"eval_games": "{files}/eval", "instruction": ""},
             },
-            "limits": {"turns": 8, "tokens_per_turn": 40},
+            "limits": {"turns": 12, "tokens_per_turn": 40},
             "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
             "train": {"steps": 24, "batch_size": 4},
             "eval": {"every": 6},
@@ -360,7 +362,7 @@ TASKS = (
         household,
         own="alfworld",
         words=320,
-        files=games("alfworld", "household_games.py", 36),
+        files=games("alfworld", "household_games.py", 24),
     ),
     Task(
         "nemo_gym",
