@@ -159,7 +159,8 @@ def images_see_themselves(config: Any) -> bool:
 
     if getattr(config, "vision_config", None) is None or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    arguments = inspect.signature(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward).parameters
+    of_config: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    arguments = inspect.signature(of_config.forward).parameters
     for_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
     return "token_type_ids" in arguments or ("mm_token_type_ids" in arguments and not for_positions)
 

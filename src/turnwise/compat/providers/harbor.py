@@ -67,6 +67,31 @@ _LARGEST = sys.float_info.max
 _SHOWN = 2000  # characters of the tests' output that are recorded
 
 
+def _refuse_wrong(max_concurrent: int, registry: str | None, names: Sequence[str]) -> None:
+    """Raise ConfigError for arguments that are wrong, or have no effect, with every backend."""
+    if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
+        raise ConfigError(
+            f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
+        )
+    if registry is not None and not any(is_dataset(one) for one in names):
+        raise ConfigError(
+            f"environment.arguments.registry has no effect: {names[0]} is no data set (NAME@VERSION); remove it"
+        )
+
+
+def _refuse_of_backend(network: bool | None, keep_processes: bool, *, in_jails: bool, of_package: bool) -> None:
+    """Raise ConfigError for arguments that have no effect with the chosen backend."""
+    if network not in (None, False) or (network is False and in_jails):
+        raise ConfigError(
+            f"environment.arguments.network is {network!r:.80}; with containers it may be false; a jail has none, so leave it out"
+        )
+    if keep_processes and (in_jails or of_package):
+        why = (
+            "in a jail no process outlives its command" if in_jails else "backends of Harbor's package keep them always"
+        )
+        raise ConfigError(f"environment.arguments.keep_processes has no effect: {why}; remove it")
+
+
 class Harbor(LibraryEnvironments):
     """Makes conversations about the tasks of a folder (an EnvironmentSource with rows).
 
@@ -117,15 +142,8 @@ class Harbor(LibraryEnvironments):
                 f"environment.arguments.{'backend_options' if python is None else 'python'} has no effect without a backend of "
                 f"Harbor's package, such as backend=daytona: remove it"
             )
-        if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
-            raise ConfigError(
-                f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
-            )
         self.name = name
-        if registry is not None and not any(is_dataset(one) for one in (name, eval_tasks or "")):
-            raise ConfigError(
-                f"environment.arguments.registry has no effect: {name} is no data set (NAME@VERSION); remove it"
-            )
+        _refuse_wrong(max_concurrent, registry, (name, eval_tasks or ""))
         given = {**_DEFAULTS, **(bounds or {})}
         self.bounds = Bounds.of(given)
         if "cpu_seconds" not in given:  # builds and tests compute for as long as they may take
@@ -135,18 +153,7 @@ class Harbor(LibraryEnvironments):
         if backend in ("docker", "podman") and tool is None:
             raise ConfigError(f"environment.arguments.backend={backend}: {why}")
         in_jails = tool is None and not of_package
-        if network not in (None, False) or (network is False and in_jails):
-            raise ConfigError(
-                f"environment.arguments.network is {network!r:.80}; with containers it may be false; a jail has none, so leave "
-                f"it out"
-            )
-        if keep_processes and tool is None:
-            why = (
-                "in a jail no process outlives its command"
-                if in_jails
-                else "backends of Harbor's package keep them always"
-            )
-            raise ConfigError(f"environment.arguments.keep_processes has no effect: {why}; remove it")
+        _refuse_of_backend(network, keep_processes, in_jails=in_jails, of_package=of_package)
         self.keep_processes = keep_processes
         plans: dict[str, ImagePlan] | None = {} if in_jails else None
         self._tasks: dict[bool, dict[str, HarborTask]] = {False: {}, True: {}}

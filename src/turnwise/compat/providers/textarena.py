@@ -168,7 +168,6 @@ class _TextGame:
             raise ValueError(f"row {row.id!r} has seed={seed!r:.80}; it must be an integer of at least 0")
         self._row = row
         self._random = _OwnRandom(seed)
-        self._draws = random.Random(f"opponent {seed}")
         self._game = await self._foreign.make()
         await self._ask(partial(self._game.reset, num_players=self._source.players, seed=seed % (1 << 32)))
         done, seen, _ = await self._opponents_move()
@@ -248,7 +247,9 @@ class _TextGame:
 
     async def _opponent(self, opponent: Opponent, observation: str) -> str:
         name = f"the opponent in textarena:{self._source.name}"
-        move = await run_in_thread(partial(opponent, observation, self._draws), name=name, kind="environment")
+        move = await run_in_thread(
+            partial(opponent, observation, self._random.of_opponent), name=name, kind="environment"
+        )
         if inspect.isawaitable(move):
             move = await move
         if not isinstance(move, str):
@@ -375,6 +376,8 @@ class _OwnRandom:
     """Whose states are set."""
 
     def __init__(self, seed: int) -> None:
+        self.of_opponent = random.Random(f"opponent {seed}")
+        """What an opponent that is a function draws from: never a global generator."""
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.RandomState(seed % (1 << 32)).get_state()
         self._before: tuple[Any, Any]
