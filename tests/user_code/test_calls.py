@@ -663,6 +663,27 @@ def test_an_interrupted_call_that_catches_everything_is_interrupted_again() -> N
     assert trajectory.stop is not None  # it ends
 
 
+def test_a_call_is_not_interrupted_while_an_object_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prints an exception of `__del__`, and goes on: the interruption would be lost, and what it frees half freed."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    freed: list[bool] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.5)
+            freed.append(True)
+
+    class Frees(SingleTurn):
+        async def step(self, turn: Turn) -> Reply:
+            Slow()
+            time.sleep(1000)
+            return Reply(done=True)
+
+    (trajectory,) = hold_all(Says("a"), Frees, limits=Limits(turns=2, seconds_per_turn=0.2))
+    assert (trajectory.stop, freed, lost) == (Stop.DEADLINE, [True], [])
+
+
 @pytest.mark.parametrize("how", ["blocks", "waits", "swallows", "thread"])
 def test_an_environment_is_closed_though_its_tools_do_not_close(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolbox, "_CLOSE_TIMEOUT", 0.5)

@@ -205,8 +205,12 @@ class LoopWatch:
         """Raise Interrupted in the call that runs now, if its time is over. Runs in the loop's thread, in a signal handler."""
         stretch = self._running
         own = frame is not None and frame.f_code.co_filename == __file__
-        if stretch is not None and not own and time.monotonic() >= stretch.until:
-            raise Interrupted
+        if stretch is None or own or time.monotonic() < stretch.until:
+            return
+        if _in_finalizer(frame):
+            self._interrupted = 0.0  # at the next look
+            return
+        raise Interrupted
 
     def _line_of(self, stretch: Stretch) -> str:
         seen = self._seen
@@ -228,6 +232,15 @@ class LoopWatch:
             f" in {line}" if line else "",
             stretch.advice,
         )
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Whether a `__del__` runs, of whichever object is freed at this moment: Python prints what it raises, and goes on."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 NO_ASYNC = "write `def` instead of `async def`"
