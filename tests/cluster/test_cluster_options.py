@@ -517,13 +517,15 @@ def test_a_cluster_that_may_ask_for_a_token_is_told_with_the_fix(monkeypatch: py
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match=r"or, if the cluster asks for a token .*, set RAY_AUTH_MODE=token$"):
-        connect("head:6379", WorkersSection())
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(
-        ConfigError, match=r"correct the address or the token \(RAY_AUTH_TOKEN, or ~/\.ray/auth_token\)$"
-    ):
-        connect("head:6379", WorkersSection())
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"or, if the cluster asks for a token .*, set RAY_AUTH_MODE=token$"):
+            connect(address, WorkersSection())
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        with pytest.raises(
+            ConfigError, match=r"correct the address or the token \(RAY_AUTH_TOKEN, or ~/\.ray/auth_token\)$"
+        ):
+            connect(address, WorkersSection())
 
 
 @needs_ray
