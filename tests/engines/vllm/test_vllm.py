@@ -359,7 +359,7 @@ def test_what_has_no_effect_or_cannot_be_served_is_refused(
 
 def test_a_model_without_a_directory_is_refused(tmp_path: Path) -> None:
     config = recipe(model={"path": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"needs model\.path to be a directory with a config\.json"):
+    with pytest.raises(ConfigError, match=r"needs model\.path to be a hub id, or a directory with a config\.json"):
         assembly.longest_context(config)
 
 
