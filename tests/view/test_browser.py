@@ -245,7 +245,7 @@ def test_links_lead_to_the_conversation_that_they_name(page: Any, address: str, 
     tab = opened.value
     tab.wait_for_selector("b:has-text('0.0:0/1')")
     tab.wait_for_selector("text=reward 0.75")
-    assert tab.title() == "0.0:0/1 · second · turnwise"
+    tab.wait_for_function("title => document.title === title", arg="0.0:0/1 · second · turnwise")
     assert page.locator(".body .row").count() == 1  # the list is still there
     tab.click("text=Group")
     tab.wait_for_selector("b:has-text('group 0.0:0')")
@@ -408,7 +408,7 @@ def test_tokens_say_what_they_are(page: Any, address: str) -> None:
 def test_texts_of_the_model_are_texts(page: Any, address: str) -> None:
     open_view(page, address, "#/conversation?id=3.0:1/3")
     page.wait_for_selector("pre:has-text('</script><script>')")
-    assert page.title() == "3.0:1/3 · first · turnwise"
+    page.wait_for_function("title => document.title === title", arg="3.0:1/3 · first · turnwise")
     assert page.locator("img[src=x]").count() == 0
 
 
@@ -597,7 +597,7 @@ def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path,
     page.wait_for_selector(".token")
     page.evaluate("location.hash = '#/timeline'")
     page.wait_for_selector("svg .engine")
-    assert page.title() == "timeline · first · turnwise"
+    page.wait_for_function("title => document.title === title", arg="timeline · first · turnwise")
     assert {url.partition(":")[0] for url in requests} <= {"file", "data"}
 
 
