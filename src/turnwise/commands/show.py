@@ -275,15 +275,14 @@ def show(
     damaged: list[str] = []
     trajectories = selection.of(path, damaged)
     print_lines(console, damage_notes(damaged), style="yellow")
+    recorded = RecordedTrajectories(path, damaged=[])
     if not trajectories:
-        recorded = RecordedTrajectories(path, damaged=[])
         steps = (
             f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
         )
         raise RunError(f"no conversation in {path} matches{steps}; `turnwise show {run}` prints a summary of the run")
     policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
     decode = {policy: token_texts(run, policy) for policy in policies}
-    recorded = RecordedTrajectories(path, damaged=[])
     for trajectory in trajectories:
         trajectory.agents = recorded.agents_of(trajectory)
         console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))

@@ -355,8 +355,9 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
     raise AssertionError("the loop above returns or raises")
 
 
-_HEAD_SECONDS = 20.0
-"""How long the head of a cluster may take to listen at its address: a job may start its head and the driver at once."""
+_HEAD_SECONDS, _HEAD_WAIT = 20.0, 1.0
+"""How long the head of a cluster may take to listen at its address, because a job may start its head and the driver at once; and
+the seconds between two tries."""
 
 
 def _await_head(address: str | None) -> None:
@@ -389,9 +390,8 @@ def _known_address(address: str | None) -> tuple[str, str, str]:
     if given := os.environ.get("RAY_ADDRESS"):
         return given, "RAY_ADDRESS=", "or correct or remove the variable"
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    file = (
-        Path(folder) / "ray" / "ray_current_cluster"
-    )  # written by `ray start`, and left there by a machine that went down
+    # written by `ray start`, and left there by a machine that went down
+    file = Path(folder) / "ray" / "ray_current_cluster"
     try:
         kept = file.read_text().strip()
     except OSError:
@@ -400,7 +400,6 @@ def _known_address(address: str | None) -> tuple[str, str, str]:
     return kept, f"Ray's file of the last cluster on this machine, {file}: ", fix
 
 
-_HEAD_WAIT = 1.0
 _HEAD_PAUSE, _HEAD_ATTEMPTS = 3.0, 3
 """Seconds between two connections to the head of the cluster, and how many must fail one after the other."""
 

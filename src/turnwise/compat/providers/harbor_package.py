@@ -224,8 +224,9 @@ class _Worker:
             try:
                 process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
                 process.stdin.flush()
-            except OSError:  # the reader says why
-                answer.set_exception(SandboxError("the process with the package harbor has ended"))
+            except OSError:  # the reader says why, unless it has ended already: one of both answers
+                if self._waiting.pop(number, None) is not None:
+                    answer.set_exception(SandboxError("the process with the package harbor has ended"))
             return answer
 
     def _start(self) -> None:
