@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from support.harbor_tasks import TASKS, write_tasks
 from support.own_environment import interpreter, python_3_12
 from turnwise import assembly
 from turnwise.compat.providers import harbor_package
+from turnwise.compat.providers.harbor import Harbor
+from turnwise.compat.providers.harbor_package import HarborMachine
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
-from turnwise.types import Trajectory
+from turnwise.types import Row, Trajectory
 
 pytestmark = pytest.mark.slow  # starts Pythons that import the package
 LIMITS = Limits(turns=12, tokens_per_turn=2000)
@@ -134,7 +137,7 @@ def test_an_environment_that_does_not_start_keeps_the_packages_message(
 
 def test_what_is_left_is_removed_when_the_process_ends(python: str, folders: Path, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path / "tasks", "half") / "half"
-    worker = harbor_package._Worker(python)
+    process = harbor_package._Process(python)
     started = {
         "backend": FOLDER,
         "options": {},
@@ -143,14 +146,52 @@ def test_what_is_left_is_removed_when_the_process_ends(python: str, folders: Pat
         "memory_mb": 64,
         "network": True,
     }
-    worker._send({"do": "start", "name": "left", "seconds": 60, **started}).result(120)
+    process.send({"do": "start", "name": "left", "seconds": 60, **started}).result(120)
     assert [one.name for one in folders.iterdir()] == ["left"]
-    assert worker._process is not None
-    process = worker._process
-    assert process.stdin is not None
-    process.stdin.close()  # as when this process is killed
-    assert process.wait(60) == 0
+    assert process.running.stdin is not None
+    process.running.stdin.close()  # as when this process is killed
+    assert process.running.wait(60) == 0
     assert list(folders.iterdir()) == []
+
+
+async def killed_in_a_command(harbor: Harbor, row: Row, folders: Path) -> str:
+    """What a conversation gets whose process is killed while a command runs."""
+    machine = await harbor.sandboxes.machine(harbor.task(row))
+    assert isinstance(machine, HarborMachine)
+    running = asyncio.ensure_future(machine.run(["sh", "-c", "touch started; sleep 60"]))
+    while not list(folders.glob("*/app/started")):
+        await asyncio.sleep(0.02)
+    machine.process.running.kill()
+    with pytest.raises(harbor_package.ProcessEnded) as ended:
+        await running
+    with pytest.raises(harbor_package.ProcessEnded, match="has ended with the status -9"):  # nothing of it is there
+        await machine.run(["pwd"])
+    await machine.close()
+    return str(ended.value)
+
+
+def test_a_process_that_died_is_replaced_and_the_next_one_removes_what_it_left(
+    python: str, folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = recipe(write_tasks(tmp_path / "tasks", "half"), python)
+    environments, row = assembly.environment_factory(config), assembly.rows(config)[0]
+    harbor = environments._shared[-1]
+    assert isinstance(harbor, Harbor)
+    for number in range(harbor_package._RESTARTS):
+        assert "has ended with the status -9: " in asyncio.run(killed_in_a_command(harbor, row, folders))
+        assert f"Another one is started, number {number + 1} of at most 3." in caplog.text
+        assert list(folders.iterdir()) == []  # before the new process ends
+    one = hold(Says(bash("pwd"), "Done."), environments, row=row, limits=LIMITS)
+    assert one.error is None, one.error
+    assert answers(one) == ["/app"]
+    asyncio.run(killed_in_a_command(harbor, row, folders))
+    assert "may be left: the process with the package harbor has ended" in caplog.text
+    assert len(list(folders.iterdir())) == 1
+    for _ in range(2):  # not only once, as of a task whose image cannot be made
+        refused = hold(Says("Done."), environments, row=row, limits=LIMITS)
+        assert refused.error is not None
+        assert "(the last of 4 that have died: no other is started)" in refused.error.message
+    asyncio.run(environments.aclose())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from support.conversations import Says, call, hold, hold_all
 from support.own_environment import interpreter, python_3_12
 from turnwise import assembly
 from turnwise.cli import main
+from turnwise.compat.providers import nemo_gym
 from turnwise.compat.providers.nemo_gym import NemoGym
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
@@ -308,6 +309,7 @@ def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(pytho
     assert isinstance(source, NemoGym)
     try:
         url, kind = asyncio.run(source.place())
+        process = running(source).process
         chosen = [turns for name, its, turns in PLAYED if name == server and its == kind]
         expected = own_rewards(python, kind, url, [(row, turns) for turns in chosen])
         for turns, reward in zip(chosen, expected, strict=True):
@@ -320,8 +322,38 @@ def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(pytho
     finally:
         asyncio.run(environments.aclose())
     assert source._server is not None
-    assert source._server._end is not None
-    assert not source._server._end.alive
+    assert source._server._running is None
+    assert process.poll() is not None
+
+
+def running(source: NemoGym) -> nemo_gym._Running:
+    """The server of the package."""
+    assert source._server is not None
+    assert source._server._running is not None
+    return source._server._running
+
+
+@pytest.mark.slow
+def test_a_server_that_has_ended_is_replaced_and_not_for_ever(python: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = recipe("mcqa", python=python)
+    row = assembly.rows(config, limit=1)[0]
+    environments = assembly.environment_factory(config)
+    source = environments._shared[-1]
+    assert isinstance(source, NemoGym)
+    try:
+        for number in range(nemo_gym._RESTARTS + 1):
+            one = hold(Says("So \\boxed{B}"), environments, row=row, limits=LIMITS)
+            assert one.error is None, one.error
+            assert ("number 1 of at most 3" in caplog.text) == (number > 0)
+            process = running(source).process
+            process.kill()
+            process.wait()
+        one = hold(Says("So \\boxed{B}"), environments, row=row, limits=LIMITS)
+        assert one.error is not None
+        assert "nemo_gym:mcqa has ended with the status -9; it said: " in one.error.message
+        assert "the last of 4 that have ended: no other is started" in one.error.message
+    finally:
+        asyncio.run(environments.aclose())
 
 
 WHO = {"user_id": "GROOM2024", "event_confirmation_code": "NIGHTCLUB2024"}

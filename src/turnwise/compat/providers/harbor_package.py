@@ -1,7 +1,9 @@
 """Sandboxes of Harbor's own backends (Daytona, Modal, E2B, ...), through the package `harbor` in another process.
 
 The package needs Python 3.12 and many libraries, so the Python of `environment.arguments.python` runs it (`harbor_worker.py`).
-One such process serves all conversations. It removes its environments when it is told to, and when this process ends."""
+One such process serves all conversations. It removes its environments when it is told to, and when this process ends. If it dies,
+what it was asked and the conversations of its environments fail; the next conversation has a new process, which is also asked to
+remove what the old one has left. Not every backend can remove what another process has started."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import contextlib
 import io
 import itertools
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -34,6 +37,8 @@ _PROGRAM = Path(__file__).with_name("harbor_worker.py")
 _CHECK_SECONDS = 120.0
 _MORE_SECONDS = 30.0  # for the backend, after the command was killed
 _STOP_SECONDS = 150.0
+_RESTARTS = 3
+"""How many processes that died are replaced, until `aclose`. If the cause stays, conversations then fail at once."""
 _OWN = ("docker", "podman", "jail")
 """The backends without the package."""
 _BOUNDS = ("seconds", "memory_mb", "output_bytes")
@@ -45,6 +50,9 @@ if [ "$size" -gt {most} ]; then
   head -c {half} "$out"; printf '\\n[... %s bytes of output left out ...]\\n' "$((size - 2 * {half}))"; tail -c {half} "$out"
 else cat "$out"; fi; rm -f "$out"; exit $status"""
 """What is left running in the background does not hold the output open, and a flood of it stays in the sandbox."""
+
+
+_log = logging.getLogger(__name__)
 
 
 def is_of_package(backend: str | None) -> bool:
@@ -86,39 +94,51 @@ class HarborSandboxes:
 
     async def _new(self, task: HarborTask) -> HarborMachine:
         bounds, name = bounds_of(task, self._bounds), f"turnwise-{uuid.uuid4().hex[:12]}"
+        what = f"task {task.name}: no environment of Harbor's {self._backend.name} was started"
+        given = {
+            "name": name,
+            "backend": self._backend.name,
+            "options": dict(self._backend.options),
+            "folder": str(task.folder.resolve()),
+            "task": task.folder.resolve().name,
+            "memory_mb": bounds.memory_mb,
+            "network": task.network and self._network,
+        }
         async with contextlib.AsyncExitStack() as closing:
             await self._places.take(closing)
-            closing.push_async_callback(self._removed, name)
+            process = await asyncio.to_thread(self._worker.process)
+            closing.push_async_callback(self._removed, process, given)
+            within = task.build_seconds + _MORE_SECONDS
             try:
-                await self._worker.ask(
-                    "start",
-                    name=name,
-                    seconds=task.build_seconds,
-                    within=task.build_seconds + _MORE_SECONDS,
-                    backend=self._backend.name,
-                    options=dict(self._backend.options),
-                    folder=str(task.folder.resolve()),
-                    task=task.folder.resolve().name,
-                    memory_mb=bounds.memory_mb,
-                    network=task.network and self._network,
-                )
+                await process.ask("start", seconds=task.build_seconds, within=within, **given)
+            except ProcessEnded as error:  # not a failure of the task, which is not tried again soon
+                raise ProcessEnded(f"{what}: {error}") from error
             except SandboxError as error:
                 with contextlib.suppress(SandboxError):  # what follows is then not told
-                    await self._removed(name)
-                raise HarborError(
-                    f"task {task.name}: no environment of Harbor's {self._backend.name} was started: {error}"
-                ) from error
-            return HarborMachine(self._worker, name, bounds, task.user, asyncio.Lock(), closing.pop_all())
+                    await self._removed(process, given)
+                raise HarborError(f"{what}: {error}") from error
+            return HarborMachine(process, name, bounds, task.user, asyncio.Lock(), closing.pop_all())
 
-    async def _removed(self, name: str) -> None:
-        await asyncio.shield(self._worker.ask("stop", name=name, within=_STOP_SECONDS))
+    async def _removed(self, process: _Process, given: Mapping[str, Any]) -> None:
+        """Remove an environment, also one that a dead process has left."""
+        try:
+            await asyncio.shield(process.ask("stop", name=given["name"], within=_STOP_SECONDS))
+        except ProcessEnded:
+            try:
+                other = await asyncio.to_thread(self._worker.process)
+                await asyncio.shield(other.ask("remove", within=_STOP_SECONDS, **given))
+            except SandboxError as error:
+                _log.warning(
+                    "The environment %s of Harbor's %s may be left: %s", given["name"], given["backend"], error
+                )
 
 
 @dataclass(slots=True)
 class HarborMachine:
     """Runs commands in an environment of Harbor that was started."""
 
-    worker: _Worker
+    process: _Process
+    """The one that has started it."""
     name: str
     bounds: Bounds
     user: str | None
@@ -150,7 +170,7 @@ class HarborMachine:
                 half=most // 2,
             )
             started = time.monotonic()
-            ran = await self.worker.ask(
+            ran = await self.process.ask(
                 "execute",
                 name=self.name,
                 command=command,
@@ -186,7 +206,7 @@ class HarborMachine:
 
     async def _upload(self, source: str, target: str) -> None:
         within = self.bounds.seconds + _MORE_SECONDS
-        await self.worker.ask("upload", name=self.name, source=source, target=target, within=within)
+        await self.process.ask("upload", name=self.name, source=source, target=target, within=within)
 
 
 def _unpack(archive: bytes, folder: str) -> None:
@@ -194,58 +214,101 @@ def _unpack(archive: bytes, folder: str) -> None:
         tar.extractall(folder, filter="data")
 
 
+class ProcessEnded(SandboxError):
+    """The process with the package has died."""
+
+
 class _Worker:
-    """The process with the package. It is started when it is first asked; its answers are read in a thread."""
+    """The process with the package: it is started when it is first needed, and replaced if it has died."""
 
     def __init__(self, python: str) -> None:
         self._python = python
         self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._died = 0
+
+    def process(self) -> _Process:
+        """The present process. Raises ProcessEnded, with what the last one has said, if too many have died."""
+        with self._lock:
+            if self._process is not None and (why := self._process.ended()):
+                if self._died >= _RESTARTS:
+                    raise ProcessEnded(f"{why} (the last of {_RESTARTS + 1} that have died: no other is started)")
+                self._died += 1
+                _log.warning("%s. Another one is started, number %d of at most %d.", why, self._died, _RESTARTS)
+                self._process = None
+            if self._process is None:
+                self._process = _Process(self._python)
+            return self._process
+
+    def close(self) -> None:
+        """End the process, which first removes its environments. Another one can be started."""
+        with self._lock:
+            process, self._process, self._died = self._process, None, 0
+        if process is not None:
+            process.close()
+
+
+class _Process:
+    """A process with the package. Its answers are read in a thread."""
+
+    def __init__(self, python: str) -> None:
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def ask(self, do: str, *, within: float, **given: Any) -> Any:
-        """The answer to a request. Raises SandboxError with the package's message, or if there is no answer `within` seconds."""
-        asked = await asyncio.to_thread(self._send, {"do": do, **given})
-        try:
-            async with asyncio.timeout(within):
-                return await asyncio.wrap_future(asked)
-        except TimeoutError:
-            raise SandboxError(f"the package harbor gave no answer in {within:g} s ({do})") from None
-
-    def _send(self, request: Mapping[str, Any]) -> concurrent.futures.Future[Any]:
-        with self._lock:
-            if self._process is None:
-                self._start()
-            process, number = self._process, next(self._numbers)
-            assert process is not None
-            assert process.stdin is not None
-            answer = self._waiting[number] = concurrent.futures.Future[Any]()
-            try:
-                process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
-                process.stdin.flush()
-            except OSError:  # the reader says why, unless it has ended already: one of both answers
-                if self._waiting.pop(number, None) is not None:
-                    answer.set_exception(SandboxError("the process with the package harbor has ended"))
-            return answer
-
-    def _start(self) -> None:
+        self._ended = ""
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by the reader
-        self._process = process = subprocess.Popen(
-            [self._python, "-P", str(_PROGRAM)],
+        self.running = subprocess.Popen(
+            [python, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             env=_surroundings(),
             start_new_session=True,  # an interrupt of the terminal must not end it before it has removed what it has started
         )
-        assert process.stdout is not None
-        reading = threading.Thread(target=self._read, args=(process.stdout, log), name="turnwise-harbor", daemon=True)
-        reading.start()
-        self._finalizer = weakref.finalize(self, _end, process)
+        assert self.running.stdout is not None
+        arguments = (self.running.stdout, log)
+        self._reader = threading.Thread(target=self._read, args=arguments, name="turnwise-harbor", daemon=True)
+        self._reader.start()
+        self._finalizer = weakref.finalize(self, _end, self.running)
+
+    async def ask(self, do: str, *, within: float, **given: Any) -> Any:
+        """The answer to a request. Raises SandboxError with the package's message, or if there is no answer `within` seconds, and
+        ProcessEnded."""
+        asked = await asyncio.to_thread(self.send, {"do": do, **given})
+        try:
+            async with asyncio.timeout(within):
+                return await asyncio.wrap_future(asked)
+        except TimeoutError:
+            raise SandboxError(f"the package harbor gave no answer in {within:g} s ({do})") from None
+
+    def send(self, request: Mapping[str, Any]) -> concurrent.futures.Future[Any]:
+        """Send a request. Raises ProcessEnded."""
+        with self._lock:
+            if self._ended:
+                raise ProcessEnded(self._ended)
+            assert self.running.stdin is not None
+            number = next(self._numbers)
+            answer = self._waiting[number] = concurrent.futures.Future[Any]()
+            with contextlib.suppress(OSError):  # it has died: the reader says so
+                self.running.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
+                self.running.stdin.flush()
+            return answer
+
+    def ended(self) -> str:
+        """Why the process has ended; empty while it runs."""
+        if self.running.poll() is not None:
+            self._reader.join()
+        return self._ended
+
+    def close(self) -> None:
+        """End the process, which first removes its environments."""
+        self._finalizer.detach()
+        _end(self.running)
 
     def _read(self, answers: IO[bytes], log: IO[str]) -> None:
         for line in answers:
+            if not line.endswith(b"\n"):  # it died while it wrote
+                break
             told = json.loads(line)
             answer = self._waiting.pop(told["id"], None)
             if answer is None or not answer.set_running_or_notify_cancel():
@@ -254,22 +317,17 @@ class _Worker:
                 answer.set_exception(SandboxError(told["error"]))
             else:
                 answer.set_result(told["value"])
+        status = self.running.wait()
         log.seek(0)
-        said = log.read()[-600:].strip()
+        said = log.read()[-600:].strip() or "it said nothing"
         log.close()
         answers.close()
-        while self._waiting:
-            _, answer = self._waiting.popitem()
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(SandboxError(f"the process with the package harbor has ended: {said}"))
-
-    def close(self) -> None:
-        """End the process, which first removes its environments. It can be started again."""
         with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            self._finalizer.detach()
-            _end(process)
+            self._ended = f"the process with the package harbor has ended with the status {status}: {said}"
+            waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(ProcessEnded(self._ended))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -143,6 +143,10 @@ class LiveEnvironments:
         await stopped(environment)
         self._left.remove(environment)
 
+    async def remove(self, name: str, **given: Any) -> None:
+        """Remove an environment that a process which has died may have left, as far as its name tells the backend which it is."""
+        await stopped(self._made(name, **given))
+
     async def stop_all(self) -> None:
         """Stop those that are there, and try it again with those that could not be stopped."""
         again, self._left = self._left, []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import math
 import os
 import select
@@ -22,8 +23,8 @@ import threading
 import time
 import urllib.request
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +56,9 @@ _ASKING = 20.0
 _NO_CALLS = "environment.arguments.execute_calls has no effect on a server with /step, which answers calls itself: remove it from"
 _CONNECTING = 4
 """How often a request is sent that gets no connection."""
+_RESTARTS = 3
+"""How many servers that ended are replaced, until `aclose`."""
+_log = logging.getLogger(__name__)
 
 
 class NemoGym(LibraryEnvironments):
@@ -165,14 +169,28 @@ def _kind_of(url: str) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A server that was started."""
+
+    url: str
+    kind: str
+    """`verify` or `step`."""
+    process: subprocess.Popen[Any]
+    log: IO[str]
+    end: Callable[[], Any]
+    """Ends the process."""
+
+
 class _Server:
     """A server of the package, in a process of another Python, which is started when it is first needed."""
 
     def __init__(self, name: str, python: str, config: Mapping[str, Any], seconds: float) -> None:
         self._name, self._python, self._config, self._seconds = name, python, config, seconds
         self._lock = threading.Lock()
-        self._running: tuple[str, str] | None = None
-        self._end: weakref.finalize[..., Any] | None = None
+        self._running: _Running | None = None
+        self._ended = 0
+        """How many have ended."""
         names = self._names()
         if name not in names:
             raise ConfigError(
@@ -194,21 +212,36 @@ class _Server:
         ]
 
     def started(self) -> tuple[str, str]:
-        """Its URL and kind. Raises Failed if it does not start."""
+        """Its URL and kind. One that has ended is replaced. Raises Failed if it does not start, or if too many have ended."""
         with self._lock:
+            self._leave_ended()
             if self._running is None:
                 try:
                     self._running = self._start()
                 except ConfigError as error:
                     raise Failed(Failure("environment", str(error))) from None
-            return self._running
+            return self._running.url, self._running.kind
 
     def stop(self) -> None:
         """End the process. It can be started again."""
         with self._lock:
-            if self._end is not None:
-                self._end()
-            self._running = None
+            if self._running is not None:
+                self._running.end()
+            self._running, self._ended = None, 0
+
+    def _leave_ended(self) -> None:
+        """Forget a server that has ended, so that another one is started. Raises Failed."""
+        running = self._running
+        if running is None or (status := running.process.poll()) is None:
+            return
+        why = f"the server nemo_gym:{self._name} has ended with the status {status}; it said: {_last(running.log)}"
+        if self._ended >= _RESTARTS:
+            last = f"the last of {_RESTARTS + 1} that have ended: no other is started"
+            raise Failed(Failure("environment", f"{why} ({last})"))
+        self._ended += 1
+        _log.warning("%s. Another one is started, number %d of at most %d.", why, self._ended, _RESTARTS)
+        running.end()
+        self._running = None
 
     def _names(self) -> dict[str, str]:
         """The folders of the package's resources servers by name. Raises ConfigError."""
@@ -226,7 +259,7 @@ class _Server:
             )
         return names
 
-    def _start(self) -> tuple[str, str]:
+    def _start(self) -> _Running:
         port, port_there = os.pipe()
         parent_there, parent = os.pipe()
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the process
@@ -252,11 +285,11 @@ class _Server:
             os.close(port_there)
             os.close(parent_there)
         # the process ends when `parent` is closed, also if this process is killed
-        self._end = weakref.finalize(self, _end, process, parent, log)
+        end = weakref.finalize(self, _end, process, parent, log)
         line = _line(port, self._seconds)
         if not line:
             said = _last(log)
-            self._end()
+            end()
             raise ConfigError(
                 f"nemo_gym:{self._name} did not start within {self._seconds:g} s. Some servers need packages of their own (its "
                 f"requirements.txt), or model servers, which only NeMo Gym itself starts. It said: {said}"
@@ -265,9 +298,10 @@ class _Server:
         until = time.monotonic() + self._seconds
         while True:
             try:
-                return url, _kind_of(url)
+                return _Running(url, _kind_of(url), process, log, end)
             except ConfigError:
                 if process.poll() is not None or time.monotonic() > until:
+                    end()
                     raise
                 time.sleep(0.05)
 
