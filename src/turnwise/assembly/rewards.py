@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
+from turnwise.compat.providers.provider import environment_class
 from turnwise.config.train_checks import chosen_estimator
 from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
@@ -41,15 +43,17 @@ def scorer(config: Config) -> Scorer:
     """
     options = config.reward
     return Scorer(
-        trajectory=[TrajectoryReward(*_reward(use, "trajectory", n)) for n, use in enumerate(options.trajectory)],
-        turns=[TurnReward(*_reward(use, "turns", n)) for n, use in enumerate(options.turns)],
-        groups=[GroupReward(*_reward(use, "group", n)) for n, use in enumerate(options.group)],
-        batch=[BatchReward(*_reward(use, "batch", n)) for n, use in enumerate(options.batch)],
+        trajectory=[
+            TrajectoryReward(*_reward(config, use, "trajectory", n)) for n, use in enumerate(options.trajectory)
+        ],
+        turns=[TurnReward(*_reward(config, use, "turns", n)) for n, use in enumerate(options.turns)],
+        groups=[GroupReward(*_reward(config, use, "group", n)) for n, use in enumerate(options.group)],
+        batch=[BatchReward(*_reward(config, use, "batch", n)) for n, use in enumerate(options.batch)],
         timeout=options.timeout,
     )
 
 
-def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[..., Any], float, CallPlan]:
+def _reward(config: Config, use: RewardUse, form: Form, number: int) -> tuple[str, Callable[..., Any], float, CallPlan]:
     """A reward function: its name, the function, its weight, and the plan of its calls.
 
     A class is constructed here, once per run, and its instance is the function. If the instance has a `__name__`, this is the
@@ -68,6 +72,8 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
     except Failed as failed:
         raise ConfigError(f"{key}: {use.use} cannot be created: {failed.failure.message}") from failed
     plan = plan_call(instance, form, name=f"{key}: an instance of {use.use}")
+    if plan.needed_columns and getattr(environment_class(config.environment.use), "returns_columns", False):
+        plan = replace(plan, needed_columns=())
     return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
 
 

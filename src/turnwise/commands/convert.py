@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from turnwise.commands.command import Context, print_lines
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TurnwiseError
 
 if TYPE_CHECKING:
     from turnwise.compat.conversion import ConversionReport
+    from turnwise.options.schema import Config
 
 SYSTEMS = ("verl", "swift", "trl")
 """Systems whose configurations can be converted."""
@@ -54,6 +56,8 @@ def _run_convert(options: argparse.Namespace, context: Context) -> int:
     report = converted(
         options.system, options.overrides, folder=options.config_path, name=options.config_name, try_names=True
     )
+    if not (report.failing or report.refused() or report.not_tried()):  # else it is known what is missing
+        report = replace(report, refused_start=refused_start(report.recipe))
     recipe = as_recipe(report)
     if options.out is None:
         print(recipe, end="")
@@ -68,6 +72,8 @@ def _run_convert(options: argparse.Namespace, context: Context) -> int:
     )
     if report.failing:
         summary += f". {len(report.failing)} of its values do not work here: see above"
+    elif report.refused_start:
+        summary += ". `turnwise train` would refuse it here: see above"
     print_lines(context.console, [*_notes(report), summary])
     return 0
 
@@ -94,6 +100,38 @@ def converted(
 
     source = words[0] if len(words) == 1 and os.path.isfile(words[0]) else words
     return _without_wrong_values(from_swift_arguments(source, try_names=try_names))
+
+
+def refused_start(recipe: Mapping[str, Any]) -> str:
+    """Why `turnwise train` would refuse a recipe here before it loads the model, as far as its files are here and it has no
+    variables; empty if it would not."""
+    from turnwise.config.recipe import checked
+
+    if "${" in str(recipe):
+        return ""
+    try:
+        _start(checked(recipe, source="the converted recipe"))
+    except TurnwiseError as error:
+        return str(error)
+    return ""
+
+
+def _start(config: Config) -> None:
+    """The checks of `turnwise train` that need neither the model nor the environment, which may start servers.
+
+    Raises TurnwiseError."""
+    from turnwise import assembly  # behind the parser, because it loads torch
+    from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
+
+    refuse_without_effect(config)
+    refuse_without_reward(config)
+    scorer = assembly.scorer(config)
+    sources = [config.data.train, *([] if config.data.eval is None else [config.data.eval])]
+    files = [file for source in sources for file in ([source] if isinstance(source, str) else source)]
+    if not all(os.path.isfile(os.path.expanduser(file)) for file in files):
+        return  # of another machine, or a data set that would be downloaded
+    rows = [row for held_out in (False, True)[: len(sources)] for row in assembly.rows(config, held_out=held_out)]
+    scorer.refuse_unknown_columns(rows)
 
 
 def _without_wrong_values(report: ConversionReport) -> ConversionReport:
@@ -136,7 +174,8 @@ def as_recipe(report: ConversionReport) -> str:
 
 
 def _notes(report: ConversionReport) -> list[str]:
-    notes = [f"DOES NOT WORK HERE: {failing}" for failing in report.failing]
+    problems = [*map(str, report.failing), *filter(None, [report.refused_start])]
+    notes = [f"DOES NOT WORK HERE: {problem}" for problem in problems]
     notes += [f"{_MARKS[key.changes_training]}: {key}" for key in report.unsupported]
     return notes + [f"assumed: {assumption}" for assumption in report.assumptions]
 

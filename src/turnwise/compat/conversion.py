@@ -16,6 +16,8 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import PlainLoader, parse_yaml, read_text
 
+_NOT_TRIED = "it could not be tried, because there is no file"
+
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedKey:
@@ -47,10 +49,16 @@ class ConversionReport:
     The user should check them."""
     failing: list[UnsupportedKey] = field(default_factory=list)
     """Options of the recipe that do not work here: values that the schema refuses, and names that could not be loaded."""
+    refused_start: str = ""
+    """Why `turnwise train` would refuse the recipe here before it loads the model, if `turnwise convert` has found that."""
 
     def refused(self) -> list[UnsupportedKey]:
         """The unsupported keys without which training would give a different result."""
         return [key for key in self.unsupported if key.changes_training]
+
+    def not_tried(self) -> list[UnsupportedKey]:
+        """What could not be loaded, because its file is not here."""
+        return [key for key in self.assumptions if key.reason.startswith(_NOT_TRIED)]
 
 
 class RecipeBuilder(ABC):
@@ -74,7 +82,7 @@ class RecipeBuilder(ABC):
         """
         missing = [file for file in map(str, files) if not os.path.exists(os.path.expanduser(file))]
         if missing:
-            reason = f"it could not be tried, because there is no file {missing[0]} here"
+            reason = f"{_NOT_TRIED} {missing[0]} here"
             self.assumptions.append(UnsupportedKey(option, value, reason))
             return
         try:

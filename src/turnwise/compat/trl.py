@@ -513,6 +513,7 @@ _Rewards = list[float | TypeError | None]
 """One item for each trajectory. None: the function does not apply. An error fails its trajectory."""
 _KEY = "reward.batch.arguments.function"
 _GIVEN = {"prompts", "completions", "completion_ids", "environments"}
+_LOGS = {"log_extra", "log_metric"}
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -546,6 +547,12 @@ class TrlReward:
                 f"{', '.join(sorted(_GIVEN))}, so it is not a reward function of TRL. If it returns a reward function, give its "
                 f"arguments: arguments: {{function: ..., arguments: {{...}}}}"
             )
+        needed = (
+            one
+            for one in parameters
+            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        )
+        self.needed_columns = tuple(one.name for one in needed if one.name not in _GIVEN | _LOGS)
         self._needs_environments = any(
             parameter.name == "environments" and parameter.default is parameter.empty for parameter in parameters
         )

@@ -749,7 +749,7 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
     rewards: list[dict[str, Any]] = []
     for name, weight in zip(names, weights, strict=True):
         arguments = _REWARDS.get(name.removeprefix("trl.rewards."))
-        arguments = arguments or _of_script(builder, name) or _own_reward(str(name))
+        arguments = arguments or _of_script(builder, name) or _own_reward(builder, str(name))
         if arguments is None:
             reason = (
                 "it is a function of the script, not of `trl grpo`: add {use: turnwise.compat.trl:TrlReward, arguments: "
@@ -785,13 +785,15 @@ def _of_script(builder: TrlRecipeBuilder, name: str) -> dict[str, Any] | None:
     return {"function": f"{_BESIDE}:{name}"}
 
 
-def _own_reward(name: str) -> dict[str, Any] | None:
+def _own_reward(builder: TrlRecipeBuilder, name: str) -> dict[str, Any] | None:
     """The arguments of a function that `name` imports, such as `my_lib.rewards.exact`; None for a name without module."""
     module, _, function = name.rpartition(".")
     if not module:
         return None
-    file = Path(*module.split(".")).with_suffix(".py")  # TRL imports from the working directory first
-    return {"function": f"{file if file.is_file() else module}:{function}"}
+    # TRL imports from the working directory first, and Python a script's modules from the script's folder
+    places = [Path()] if builder.given.script is None else [builder.given.path.parent, Path()]
+    files = [(place / Path(*module.split("."))).with_suffix(".py") for place in places]
+    return {"function": f"{next((file for file in files if file.is_file()), module)}:{function}"}
 
 
 def _convert_kl(builder: TrlRecipeBuilder, *, off_policy: bool) -> None:

@@ -63,6 +63,8 @@ class TrlRollout:
     """
 
     writes_prompt = True
+    returns_columns = True
+    """Whether reward functions may get values that are no columns of the data."""
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ The kinds, sync or async, each with a name and a weight:
 Arguments are chosen by the names of the parameters, before the run begins: `plan_call` reads the signature of a function,
 without calling it, and returns a `CallPlan`, which makes the arguments of each call. Functions of a trajectory and of a turn
 can have the parameters in `VALUES`. Functions of a group or of the batch can have those in `LISTS`: lists with one item for
-each trajectory. Every other parameter is a column of the data. Without a plan, functions are called by position, with the
+each trajectory. Every other parameter is a column of the data. Objects of other systems, which take columns from the rows
+themselves, say which they need (`ReadsColumns`). Without a plan, functions are called by position, with the
 values in `BY_POSITION`.
 
 Invariant: a result is a finite number, or a list with one item for each trajectory; anything else raises. Knows trajectories
@@ -24,7 +25,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.errors import ConfigError, Failed, boundary, failed_by, nearest
 from turnwise.types import Failure, Group, Trajectory, Turn
@@ -35,6 +36,16 @@ from turnwise.user_code.reward_number import reward_number
 
 Form = Literal["trajectory", "turns", "group", "batch"]
 """What a reward function is called for; the name of its list in the section `reward` of a recipe."""
+
+
+@runtime_checkable
+class ReadsColumns(Protocol):
+    """A reward function that takes columns from the rows itself."""
+
+    @property
+    def needed_columns(self) -> Collection[str]:
+        """The columns without which it cannot be called."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,8 @@ class CallPlan:
     """Parameters with a default value: they get the column of their name if the row has it."""
     optional_environment: str | None = None
     """The parameter `environment` or `environments` if it has a default value, which holds where there is no object."""
+    needed_columns: tuple[str, ...] = ()
+    """The columns that the function takes from the rows itself."""
     all_columns: bool = False
     """Whether the function takes `**kwargs`, and so all columns."""
     may_return_none: bool = False
@@ -230,7 +243,7 @@ class CallPlan:
 
         Raises ConfigError.
         """
-        for parameter in self.columns:
+        for parameter in (*self.columns, *self.needed_columns):
             if parameter not in columns:
                 known = parameters_of(self.form)
                 listed = ", ".join(sorted(columns)) or "none"
@@ -308,6 +321,7 @@ def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str
         columns=tuple(columns),
         optional_columns=tuple(optional),
         optional_environment=environment,
+        needed_columns=tuple(function.needed_columns) if isinstance(function, ReadsColumns) else (),
         all_columns=any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
         may_return_none=_allows_none(signature.return_annotation),
     )

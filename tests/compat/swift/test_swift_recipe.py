@@ -126,6 +126,25 @@ def test_words_of_a_command_line_are_converted_too(capsys: pytest.CaptureFixture
     assert "absent.sh cannot be read: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("from_the_root")
+def test_a_column_that_a_reward_function_needs_and_the_data_have_not_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "2 + 3"}], "answer": "5"}\n' * 4)
+    given = f"--model M --dataset {rows} --max_steps 1 --reward_funcs accuracy --num_generations 2"
+    words = ["convert", "--from", "swift", "--", *given.split()]
+    assert main(words) == 0
+    told = capsys.readouterr().out.splitlines()[0]
+    assert told.startswith(
+        "# DOES NOT WORK HERE: the reward function 'accuracy' has the parameter 'solution', which is neither"
+    )
+    assert told.endswith("or map a column to it: data.columns.solution=<column>")
+    rows.write_text(rows.read_text().replace("answer", "solution"))
+    assert main(words) == 0
+    assert "DOES NOT WORK HERE" not in capsys.readouterr().out
+
+
 # ms-swift's arguments about vLLM and its rollout server become the sections `engine` and `rollout_server`.
 
 

@@ -355,6 +355,39 @@ main()
 """
 
 
+BESIDE = """
+from beside_rewards import exact
+from trl import GRPOConfig, GRPOTrainer
+
+if __name__ == "__main__":
+    args = GRPOConfig(output_dir="out", per_device_train_batch_size=4, num_generations=4, max_steps=1)
+    rows = load_dataset("json", data_files="rows.jsonl", split="train")
+    GRPOTrainer(model="m", reward_funcs=exact, args=args, train_dataset=rows).train()
+"""
+
+
+def test_a_script_s_modules_are_found_beside_it_and_the_columns_of_its_rewards_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "grpo.py").write_text(BESIDE)
+    rewards = "def exact(completions, answer, **kwargs): return [0.0 for _ in completions]"
+    (tmp_path / "scripts" / "beside_rewards.py").write_text(rewards)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "2 + 3"}], "solution": "5"}\n' * 4)
+    words = ["convert", "--from", "trl", "scripts/grpo.py"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "function: scripts/beside_rewards.py:exact" in told
+    assert (
+        "# DOES NOT WORK HERE: the reward function 'beside_rewards.exact' has the parameter 'answer', which is" in told
+    )
+    rows.write_text(rows.read_text().replace("solution", "answer"))
+    assert main(words) == 0
+    assert "DOES NOT WORK HERE" not in capsys.readouterr().out
+
+
 def test_a_printed_recipe_has_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file may be another person's: a terminal obeys what it prints."""
     owned = "\x1b]0;owned\x07\u202e"

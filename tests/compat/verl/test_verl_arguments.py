@@ -20,7 +20,7 @@ from turnwise.compat.conversion import TRACKERS, ConversionReport
 from turnwise.compat.verl.convert import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
 from turnwise.config.recipe import checked
-from turnwise.config.train_checks import refuse_without_effect
+from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config, LoggerSection
 
@@ -774,13 +774,46 @@ def test_a_reward_function_of_one_s_own_is_asked(grpo: list[str]) -> None:
     assert found.unsupported == []
 
 
-def test_data_without_a_grader_needs_a_reward_function(grpo: list[str], tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(a_row(data_source="my/data")) for _ in range(4)))
-    found = from_verl_arguments([*grpo, f"data.train_files={tmp_path}/other.jsonl"])
-    assert "there is no grader for 'my/data' here" in matters(found)["custom_reward_function.path"]
-    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(a_row(data_source=None)) for _ in range(4)))
-    found = from_verl_arguments([*grpo, f"data.train_files={tmp_path}/other.jsonl"])
-    assert "rows have no column data_source" in matters(found)["custom_reward_function.path"]
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        (
+            {"data_source": "my/data"},
+            "there is no grader for 'my/data' here: the grader of verl needs the columns data_source",
+        ),
+        ({"data_source": None}, "rows have no column data_source, by which verl chooses the grader: the grader"),
+        ({"reward_model": {}}, "rows have no reward_model.ground_truth: the grader of verl needs"),
+    ],
+)
+def test_data_without_a_grader_need_a_reward_function(
+    grpo: list[str], tmp_path: Path, fields: dict[str, Any], missing: str
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps(a_row(**fields)) for _ in range(4)))
+    words = [*grpo, f"data.train_files={other}"]
+    found = from_verl_arguments(words)
+    told = matters(found)["custom_reward_function.path"]
+    assert told.startswith(missing)
+    assert "write `def compute_score(data_source, solution_str, ground_truth, extra_info)`" in told
+    assert "reward" not in found.recipe  # it would fail in each conversation: without it, training does not start
+    with pytest.raises(ConfigError, match="nothing gives a reward"):
+        refuse_without_reward(checked(found.recipe, source="converted"))
+    with other.open("a") as file:  # some rows have one
+        file.write("\n" + json.dumps(a_row()))
+    found = from_verl_arguments(words)
+    assert matters(found)["custom_reward_function.path"] == told
+    assert len(found.recipe["reward"]["trajectory"]) == 1
+    failing = from_verl_arguments([*words, "custom_reward_function.path=f.py"]).failing
+    assert [one.reason.partition(",")[0] for one in failing] == (
+        ["4 rows have no reward_model.ground_truth"] if "reward_model" in fields else []
+    )
+
+
+def test_what_the_grader_needs_is_said_where_the_rows_are_not_here(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "data.train_files=elsewhere.parquet"])
+    assert len(found.recipe["reward"]["trajectory"]) == 1
+    (told,) = (one for one in found.assumptions if one.key == "custom_reward_function.path")
+    assert told.reason.startswith("the grader of verl needs the columns data_source (openai/gsm8k) and reward_model")
 
 
 def test_configuration_files_are_put_together_as_hydra_does(grpo: list[str], tmp_path: Path) -> None:

@@ -95,19 +95,38 @@ def test_scores_are_those_of_verl() -> None:
         extract_solution("", "loose")  # type: ignore[arg-type]
 
 
+def graded(trajectory: Trajectory) -> float:
+    columns = trajectory.row.fields
+    return data_source_score(trajectory, columns["data_source"], columns["reward_model"])
+
+
 def test_the_data_source_chooses_the_grader() -> None:
-    assert data_source_score(held("#### 72")) == 1.0
-    assert data_source_score(held("#### 71")) == 0.0
+    assert graded(held("#### 72")) == 1.0
+    assert graded(held("#### 71")) == 0.0
     with pytest.raises(ValueError, match="has the data_source 'other', for which turnwise has no grader"):
-        data_source_score(held("#### 72", data_source="other"))
+        graded(held("#### 72", data_source="other"))
     with pytest.raises(ValueError, match=r"has no reward_model\.ground_truth"):
-        data_source_score(held("#### 72", reward_model=None))
+        graded(held("#### 72", reward_model=None))
+
+
+def test_data_without_the_columns_of_the_grader_are_refused_before_the_first_step() -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "d.jsonl"},
+        "reward": {"trajectory": ["turnwise.compat.verl:data_source_score"]},
+    }
+    grader = scorer(Config.model_validate(tree))
+    grader.refuse_unknown_columns([a_row(data_source="openai/gsm8k", reward_model={"ground_truth": "72"})])
+    with pytest.raises(ConfigError, match=r"'data_source', which is neither .*: data\.columns\.data_source=<column>"):
+        grader.refuse_unknown_columns([a_row(reward_model={"ground_truth": "72"})])
+    with pytest.raises(ConfigError, match="'reward_model', which is neither"):
+        grader.refuse_unknown_columns([a_row(data_source="openai/gsm8k")])
 
 
 def test_a_tool_that_says_the_answer_earns_nothing() -> None:
     one = held(call("calculator", '{"expression": "8 * 9"}'), "there it is")
     assert [message["content"] for message in one.messages if message["role"] == "tool"] == ["72"]
-    assert data_source_score(one) == 0.0
+    assert graded(one) == 0.0
 
 
 def test_a_function_of_one_s_own_may_be_sync_or_async_and_import_from_verl(tmp_path: Path) -> None:

@@ -123,7 +123,9 @@ class MathAccuracy(ORM):
         super().__init__(args, **kwargs)
         _require_math_verify("accuracy")
 
-    def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, completions: Sequence[str], solution: Sequence[Any], **kwargs: Any
+    ) -> list[float | None]:
         return [MATH.agree(completion, str(truth)) for completion, truth in zip(completions, solution, strict=True)]
 
 
@@ -175,7 +177,9 @@ class CosineReward(ORM):
         super().__init__(args or RewardArgs())
         self.accuracy_orm = accuracy_orm or MathAccuracy()
 
-    def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, completions: Sequence[str], solution: Sequence[Any], **kwargs: Any
+    ) -> list[float | None]:
         right = self.accuracy_orm(completions, solution, **kwargs)
         return [
             self._between(tokens, right=value is not None and value >= 1)

@@ -30,7 +30,7 @@ import turnwise.compat.swift.protocol as protocol
 import turnwise.compat.swift.rewards as rewards
 import turnwise.compat.swift.schedulers as schedulers
 from turnwise.compat.swift.environments import InferEngine, RunEnvironment, StepEnvironment, Template
-from turnwise.compat.swift.rewards import RewardArgs, call_reward, call_reward_once, make_reward, orms
+from turnwise.compat.swift.rewards import RewardArgs, call_reward, call_reward_once, columns_of, make_reward, orms
 from turnwise.compat.swift.schedulers import (
     GYMScheduler,
     MultiTurnScheduler,
@@ -396,6 +396,7 @@ class Reward:
         self._use = use
         self._args = RewardArgs(args)
         self._function = _reward_function(use, external_plugins, arguments, self._args)
+        self.needed_columns = columns_of(self._function)
 
     async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | TypeError | None]:
         if not trajectories:

@@ -142,6 +142,24 @@ async def call_reward(
     return [number_or_none(value, f"the reward function {name}") for value in values]
 
 
+_GIVEN = (
+    *MEDIA, "completions", "trajectory_inputs", "trainer_state", "messages", "prompt_id", "request_id", "finish_reason",
+    "is_truncated", "rollout_infos", "response_token_ids",
+)  # fmt: skip
+"""The arguments of a reward function that are no columns."""
+
+
+def columns_of(function: Any) -> tuple[str, ...]:
+    """The columns of the data without which a reward function cannot be called: its parameters without a default."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]  # the first: completions
+    except ValueError:  # a builtin may have no signature
+        return ()
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [one for one in parameters if one.default is one.empty and one.kind not in several]
+    return tuple(one.name for one in needed if one.name not in _GIVEN)
+
+
 def arguments_of(*trajectories: Trajectory) -> tuple[list[str], dict[str, Any]]:
     """`completions` and the keyword arguments of a reward function. Each is a list with one item per trajectory.
 

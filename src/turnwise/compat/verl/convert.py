@@ -49,7 +49,7 @@ from turnwise.compat.verl.keys import (
     idle,
     machinery,
 )
-from turnwise.compat.verl.reward import CustomBatchScore, CustomScore
+from turnwise.compat.verl.reward import CustomBatchScore, CustomScore, ground_truth
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest
 from turnwise.json_yaml import read_text
@@ -419,6 +419,10 @@ def _fsdp(builder: VerlRecipeBuilder) -> None:
 
 
 _PLACE = "turnwise.compat.verl"
+_OWN_GRADER = (
+    "For other rows, write `def compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a number, in "
+    "a file, and convert with custom_reward_function.path=FILE; or name a function in reward.trajectory (docs/rewards.md)"
+)
 _VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer")
 _ONLY_FOR_START = ("trainer.nnodes",)
 """Keys that are not options of a recipe: the command that starts it has their values."""
@@ -845,6 +849,9 @@ class _Conversion:
             self._builder.set(
                 f"reward.{form}", [{"use": f"{_PLACE}:{kind}", "arguments": arguments}], path, name, given
             )
+            if without := sum(ground_truth(row) is None for row in self._rows or ()):
+                reason = f"{without} rows have no reward_model.ground_truth, which verl gives to the function: they would fail"
+                self._builder.failing.append(UnsupportedKey(f"reward.{form}", arguments["path"], reason))
             return
         for key in (name, given):
             self._builder.reject(key, f"it has no effect without {path}")
@@ -857,15 +864,31 @@ class _Conversion:
             )
             self._builder.assume(path, None, reason)
             return
-        self._builder.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
-        column = self._builder.value("data.reward_fn_key")
-        named = {row.get(column) for row in self._rows or ()}
+        self._grader(path)
+
+    def _grader(self, path: str) -> None:
+        """Set verl's grader of the rows' data source, unless it could grade none of them."""
+        column, option = self._builder.value("data.reward_fn_key"), "reward.trajectory"
+        use = [{"use": f"{_PLACE}:data_source_score"}]
+        needed = (
+            f"the grader of verl needs the columns {column} ({', '.join(GRADED)}) and reward_model, with ground_truth"
+        )
+        if self._rows is None:
+            self._builder.set(option, use)
+            self._builder.assume(path, None, f"{needed}; the rows are not here, so this was not checked. {_OWN_GRADER}")
+            return
+        named = {row.get(column) for row in self._rows}
+        problems = list[str]()
         if unknown := sorted({str(name) for name in named - {None}} - set(GRADED)):
-            missing = f"there is no grader for {', '.join(map(repr, unknown))} here"
-        else:
-            missing = f"rows have no column {column}, by which verl chooses the grader"
-        if unknown or None in named:
-            reason = f"{missing} (graders exist for: {', '.join(GRADED)}): set it, or a function in reward.trajectory"
+            problems.append(f"there is no grader for {', '.join(map(repr, unknown))} here")
+        if None in named:
+            problems.append(f"rows have no column {column}, by which verl chooses the grader")
+        if any(ground_truth(row) is None for row in self._rows):
+            problems.append("rows have no reward_model.ground_truth")
+        if any(row.get(column) in GRADED and ground_truth(row) is not None for row in self._rows):
+            self._builder.set(option, use)
+        if problems:
+            reason = f"{' and '.join(problems)}: {needed}. {_OWN_GRADER}"
             self._builder.reject(path, reason, changes_training=True, even_default=True)
 
     def _others(self) -> None:

@@ -23,16 +23,19 @@ from turnwise.user_code.reward_number import reward_number
 
 _SINGULAR = ("data_source", "solution_str", "ground_truth", "extra_info")
 _PLURAL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_NEEDED = ("reward_model",)
+"""The column with the ground truth."""
 
 
-def data_source_score(trajectory: Trajectory) -> float:
-    """The score of verl's grader for the row's `data_source`. Only the strict GSM8K grader exists. Raises ValueError."""
-    row = trajectory.row
-    source = row["data_source"]
-    if source not in GRADED:
+def data_source_score(trajectory: Trajectory, data_source: str, reward_model: Mapping[str, Any] | None) -> float:
+    """The score of verl's grader for the row's `data_source`. Only the strict GSM8K grader exists. Raises ValueError.
+
+    Both columns are parameters, so that data without them are refused before the first step.
+    """
+    if data_source not in GRADED:
         raise ValueError(
-            f"row {row.id!r} has the data_source {source!r}, for which turnwise has no grader (it has graders for: "
-            f"{', '.join(GRADED)}): write a grader, and name its file in custom_reward_function.path"
+            f"row {trajectory.row.id!r} has the data_source {data_source!r}, for which turnwise has no grader (it has graders "
+            f"for: {', '.join(GRADED)}): write a grader, and name its file in custom_reward_function.path"
         )
     return compute_score("\n".join(trajectory.assistant_texts), _truth(trajectory))
 
@@ -50,6 +53,8 @@ class CustomScore:
         self._function = _score_function(path, name, (*_SINGULAR, *(arguments or {})))
         self._arguments = dict(arguments or {})
         self.__name__ = name
+
+    needed_columns = _NEEDED
 
     async def __call__(self, trajectory: Trajectory) -> float:
         keywords = {**_inputs(trajectory), **copy_containers(self._arguments)}
@@ -70,6 +75,8 @@ class CustomBatchScore:
         self._function = _score_function(path, name, (*_PLURAL, *(arguments or {})))
         self._arguments = dict(arguments or {})
         self.__name__ = name
+
+    needed_columns = _NEEDED
 
     async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | Exception]:
         inputs: list[dict[str, Any] | ValueError] = []
@@ -195,8 +202,13 @@ def _rollout_info(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def ground_truth(fields: Mapping[str, Any]) -> Any:
+    """The right answer in a row's columns; None if they have none."""
+    model = fields.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else None
+
+
 def _truth(trajectory: Trajectory) -> Any:
-    model = trajectory.row.fields.get("reward_model")
-    if not isinstance(model, Mapping) or model.get("ground_truth") is None:
+    if (truth := ground_truth(trajectory.row.fields)) is None:
         raise ValueError(f"row {trajectory.row.id!r} has no reward_model.ground_truth")
-    return model["ground_truth"]
+    return truth
