@@ -533,7 +533,8 @@ def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere/train.parquet"])
     config = whole(found)
     assert (config.train.steps, config.train.epochs, matters(found)) == (None, 3, {})
-    assert [(key.key, key.value) for key in found.assumptions] == [("train.epochs", 3)]
+    grader = ("custom_reward_function.path", None)
+    assert [(key.key, key.value) for key in found.assumptions] == [("train.epochs", 3), grader]
     warm = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"])
     assert "cannot be read here: set lr_warmup_steps" in matters(warm)[f"{ACTOR}.optim.lr_warmup_steps_ratio"]
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", "trainer.total_training_steps=7"])

@@ -297,7 +297,7 @@ class _Process:
     def ended(self) -> str:
         """Why the process has ended; empty while it runs."""
         if self.running.poll() is not None:
-            self._reader.join()
+            self._reader.join(_MORE_SECONDS)
         return self._ended
 
     def close(self) -> None:
