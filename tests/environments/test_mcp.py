@@ -33,6 +33,8 @@ from turnwise.types import ToolCall
 
 SCRIPT = str(Path(__file__).parent.parent / "support" / "mcp_server.py")
 STDIO = McpServer(command=sys.executable, args=[SCRIPT, "stdio"], env={"SERVER_API_KEY": "k"})
+SMALL = McpServer(command=sys.executable, args=["-I", "-S", SCRIPT.replace("mcp_server", "small_mcp_server")])
+"""For what does not depend on the SDK's server, whose imports take a second."""
 
 
 @contextlib.contextmanager
@@ -206,13 +208,10 @@ def test_what_a_result_means_can_be_overridden() -> None:
         def parse_result(self, content: list[Any]) -> ToolResponse:
             return ToolResponse(text=f"{len(content)} blocks, the first says {content[0].text}")
 
-    made = Counting({"tests": STDIO})
+    made = Counting({"tests": SMALL})
     try:
         assert ask(made.tools(), "image").content == "2 blocks, the first says here"
-        assert (
-            ask(made.tools(), "fail").content
-            == "Error: 1 blocks, the first says Error executing tool fail: the pump is broken"
-        )
+        assert ask(made.tools(), "fail").content == "Error: 1 blocks, the first says the pump is broken"
     finally:
         made.close()
 
@@ -220,7 +219,7 @@ def test_what_a_result_means_can_be_overridden() -> None:
 def test_content_of_other_kinds_is_named() -> None:
     from mcp.types import AudioContent, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 
-    with servers(tests=STDIO) as made:
+    with servers(tests=SMALL) as made:
         response = made.parse_result(
             [
                 TextContent(type="text", text="a"),
@@ -283,7 +282,7 @@ def test_a_conversation_outlives_a_server_that_dies() -> None:
 
 
 def test_closing_ends_the_servers_process() -> None:
-    with servers(tests=STDIO) as made:
+    with servers(tests=SMALL) as made:
         tools = made.tools(["pid"])
         pid = int(str(ask(tools, "pid").content))
         os.kill(pid, 0)  # it is there
@@ -297,7 +296,7 @@ def test_closing_ends_the_servers_process() -> None:
 
 def test_each_conversation_has_a_server_of_its_own_from_its_first_call_to_its_end() -> None:
     said = (call("remember", '{"word": "a"}'), call("remember", '{"word": "b"}'), "Done.")
-    with servers(tests=STDIO) as made:
+    with servers(tests=SMALL) as made:
         box = made.toolbox(["remember"], titles=False, most=1)
         (schema,) = [tool.schema for tool in box.tools]
         assert schema["function"]["parameters"]["properties"] == {"word": {"type": "string"}}
@@ -316,7 +315,7 @@ def test_each_conversation_has_a_server_of_its_own_from_its_first_call_to_its_en
 
 def test_a_conversation_whose_session_is_lost_is_told_so_and_gets_no_empty_one() -> None:
     remember = call("remember", '{"word": "a"}')
-    with servers(tests=STDIO) as made:
+    with servers(tests=SMALL) as made:
         box = made.toolbox(["remember", "die", "add"], retries=1)
         said = Says(remember, call("die", "{}"), remember, call("add", '{"a": 1}'), "Done.")
         lost, kept = hold_all(said, lambda: Tools([box]), size=2)
@@ -354,13 +353,13 @@ def test_a_call_that_is_given_up_while_it_gets_its_place_gives_the_place_back() 
 
         assert await asyncio.wrap_future(made._loop.submit(in_its_loop())) == [True, True]
 
-    with servers(tests=STDIO) as made:
+    with servers(tests=SMALL) as made:
         asyncio.run(main(made))
 
 
 def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
-    path.write_text(json.dumps({"mcpServers": {"tests": STDIO.model_dump(exclude_unset=True)}}), encoding="utf-8")
+    path.write_text(json.dumps({"mcpServers": {"tests": SMALL.model_dump(exclude_unset=True)}}), encoding="utf-8")
 
     def tools(**options: Any) -> Config:
         mcp = {"servers": str(path), "select": ["remember"], **options}
@@ -418,7 +417,7 @@ def test_resources_and_prompts_are_tools_if_the_recipe_says_so(tmp_path: Path) -
     assert (nowhere.error, str(nowhere.content).startswith("Error: ")) == ("raised", True)
     assert json.loads(str(prompts.content))[0]["arguments"] == [{"name": "name", "required": True}]
     assert greeting.content == "user: Greet Ann."
-    with servers(tests=STDIO, more=STDIO) as made:
+    with servers(tests=SMALL, more=SMALL) as made:
         names = {tool.name for tool in made.tools([], also=["prompts"])}
     assert names == {"tests_list_prompts", "tests_get_prompt", "more_list_prompts", "more_get_prompt"}
 
