@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+import shutil
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from support.tiny import save_model, save_rows
 from turnwise import assembly
 from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.tool_calls import format_by_name
 from turnwise.config.recipe import load
-from turnwise.doctor.check import worst
+from turnwise.doctor import template as template_module
+from turnwise.doctor.check import Check, worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.template import (
     SCENARIOS,
     Directory,
+    Once,
     check_scenario,
     continuing,
     features,
@@ -46,6 +50,7 @@ from turnwise.options.schema import OVERRIDABLE_CHECKS, Config
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 from turnwise.runs.sampling_only import collect
 from turnwise.train import assemble
+from turnwise.training.fingerprint import of_tokenizer
 from turnwise.types import Opening, Reply, Row, Turn
 
 # The checks of template, tokenizer and config files: good models, and models with one error each.
@@ -573,3 +578,48 @@ def test_columns_of_verl_that_nothing_reads_are_noted(
     notes = unread_columns(Config.model_validate(tree), rows)
     assert len(notes) == (told is not None)
     assert told is None or re.search(told, notes[0])
+
+
+def test_checks_that_passed_are_made_again_for_another_tokenizer_template_or_option_only(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the starts in one process, wherever the model is."""
+    made: list[object] = []
+
+    def counted(*given: Any) -> Check:
+        made.append(given)
+        return masked(*given)
+
+    monkeypatch.setattr(template_module, "masked", counted)
+    copied = shutil.copytree(models["plain"], tmp_path / "copied")
+
+    def starts(*changes: Callable[[Any], object], model: Path = models["plain"], **options: Any) -> list[int]:
+        """How often the check was made in each of two starts."""
+        numbers: list[int] = []
+        for _ in range(2):
+            tokenizer = Renderer.from_pretrained(model).tokenizer
+            for change in changes:
+                change(tokenizer)
+            made.clear()
+            config, one = recipe(tmp_path, model), Renderer(tokenizer, **options)
+            preflight(config, one, training=True, tokenizer=of_tokenizer(tokenizer))
+            numbers.append(len(made))
+        return numbers
+
+    def grow(tokenizer: Any) -> None:
+        tokenizer.add_tokens(["<new>"])
+
+    def rewrite(tokenizer: Any) -> None:
+        tokenizer.chat_template += "{# changed #}"
+
+    assert starts() == [1, 0]
+    assert starts(model=copied) == [0, 0]
+    assert starts(sanity="off") == [1, 0]
+    assert starts(grow) == [1, 0]
+    assert starts(rewrite) == [1, 0]
+    assert starts(grow, rewrite) == [1, 0]
+    assert starts(unchecked=("round trip",)) == [1, 0]
+    own = format_by_name("hermes")
+    assert starts(tool_format=own) == [1, 1]  # nothing says what code of a user does
+    assert Once.of(renderer().with_tool_format(own), "of the tokenizer").key is None
+    assert Once.of(renderer(), None).key is None

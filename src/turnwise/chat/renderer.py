@@ -394,12 +394,24 @@ class Renderer:
         text = argument_text({**shared, **chat_template_kwargs})
         return self._base if text == argument_text(shared) else self._base._with_arguments(text)
 
+    @property
+    def made_with(self) -> str | None:
+        """What the renderer was made with besides a fast tokenizer's vocabulary and rules, and wherever that is, as text. None if
+        no text says it: with Python code of a tokenizer, a processor of images, or a user's own format of tool calls."""
+        options = {name: value for name, value in self._made_with.items() if name != "vision"}
+        if self.vision is not None or not self.tokenizer.is_fast or not isinstance(options["tool_format"], str):
+            return None
+        places = ("name_or_path", "tokenizer_file", "vocab_file")
+        given = {name: value for name, value in self.tokenizer.init_kwargs.items() if name not in places}
+        return repr((argument_text(self.template.arguments), options, given))
+
     def with_tool_format(self, format: ToolFormat) -> Renderer:
         """The same renderer, but turns are parsed with this format of tool calls; also with further template arguments."""
 
         def parsing(renderer: Renderer) -> Renderer:
             other = copy.copy(renderer)
             other.profile = replace(renderer.profile, tool_format=format, tool_format_name=format.name)
+            other._made_with = {**renderer._made_with, "tool_format": format}
             other.turn_parser = TurnParser(other.profile, other.decode, other.where)
             other._base = base or other
             return other

@@ -16,7 +16,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -935,6 +935,37 @@ _QUIET = ("headers", "contents", "system turns", "tool calls", "stop tokens", "v
 """Checks whose notes are information that the start of a run does not repeat."""
 
 
+@dataclass(frozen=True, slots=True)
+class Once:
+    """Makes checks that depend on nothing but the renderer and one argument: those that have passed once in this process for the
+    same `key` are not made again. A notebook that trains several times starts each time with the same tokenizer and template."""
+
+    key: tuple[str, str] | None = None
+    """The fingerprint of the tokenizer, with its template, and what the renderer was made with; None: make all checks."""
+
+    @classmethod
+    def of(cls, renderer: Renderer, tokenizer: str | None) -> Once:
+        """`tokenizer` is the fingerprint of the renderer's tokenizer, or None if it is not known."""
+        options = renderer.made_with
+        return cls() if tokenizer is None or options is None else cls((tokenizer, options))
+
+    def __call__(self, name: str, check: Callable[[], Check], given: object = None) -> Check:
+        """The result of `check` with the argument `given`. A TurnwiseError becomes a failed check."""
+        place = None if self.key is None else (*self.key, name, given)
+        if place in _passed:
+            return _passed[place]
+        result = _tried(name, check)
+        # other results may name the place of the model
+        if place is not None and result.status == "ok" and len(_passed) < _MOST_PASSED:
+            _passed[place] = result
+        return result
+
+
+_passed: dict[Hashable, Check] = {}
+_MOST_PASSED = 1000
+"""Ten for each tokenizer with its options."""
+
+
 def template_checks(
     renderer: Renderer,
     config: Config | None = None,
@@ -942,27 +973,29 @@ def template_checks(
     directory: Directory | None = None,
     tools: bool = False,
     rows: Sequence[Row] = (),
+    once: Once = Once(),
 ) -> Iterator[Check]:
     """The checks of the template, the tokenizer and, with `directory`, the model's config files, in order.
 
     `tools`: the conversations offer tools; with a recipe, those of the recipe count too. `rows` are the recipe's rows, as far as
-    they are known. A kind of turn that the recipe does not have cannot fail.
+    they are known. A kind of turn that the recipe does not have cannot fail. `once` makes the checks that depend on nothing else
+    than the renderer.
     """
     has_tools = tools or (config is not None and (bool(config.tools) or config.mcp.servers is not None))
     known_format = bool(renderer.profile.tool_format_name)
-    yield _tried("headers", lambda: headers(renderer))
-    yield _tried("contents", lambda: contents(renderer))
+    yield once("headers", lambda: headers(renderer))
+    yield once("contents", lambda: contents(renderer))
     for kind in _KINDS:
-        check = _tried(kind, lambda kind=kind: continuing(renderer, [kind])[0])
+        check = once(kind, lambda kind=kind: continuing(renderer, [kind])[0])
         yield check if config is None or _occurs(kind, config, has_tools) else _no_failure(check)
     yield _tried("thinking", lambda: thinking(renderer, None if config is None else config.thinking))
     if directory is not None:
         yield _tried("stop tokens", lambda: stops(renderer, directory))
-    yield _tried("tool calls", lambda: tool_calls(renderer, wanted=has_tools))
+    yield once("tool calls", lambda: tool_calls(renderer, wanted=has_tools), has_tools)
     if has_tools or known_format:
         yield _tried("tools shown", lambda: _shown(renderer, config, has_tools, rows))
     tries_calls = known_format and (has_tools or config is None)
-    yield _tried("round trip", lambda: round_trip(renderer, tools=tries_calls))
+    yield once("round trip", lambda: round_trip(renderer, tools=tries_calls), tries_calls)
     if directory is not None:
         yield _tried("vocabulary", lambda: vocabulary(renderer, directory))
 
@@ -975,13 +1008,15 @@ def preflight(
     tools: bool = False,
     rows: Sequence[Row] = (),
     training: bool = False,
+    tokenizer: str | None = None,
 ) -> list[str]:
     """Notes on the model's template, to be printed before the run.
 
     `source` is the model directory; None: the config files are not checked. `tools` is true if there are tools that the recipe
-    does not name, for example in the rows. `training`: the checks `mask`, `credit` and `rows` are made too. Raises TemplateError
-    if a check fails that `override_checks` does not name, or the template requires tools and there are none; ConfigError if an
-    option of images has no effect.
+    does not name, for example in the rows. `training`: the checks `mask`, `credit` and `rows` are made too. `tokenizer` is the
+    fingerprint of the renderer's tokenizer: checks that this process has made of an equal one are not made again. Raises
+    TemplateError if a check fails that `override_checks` does not name, or the template requires tools and there are none;
+    ConfigError if an option of images has no effect.
     """
     has_tools = tools or bool(config.tools) or config.mcp.servers is not None
     if has_tools:
@@ -992,14 +1027,15 @@ def preflight(
             f"tools, or use another chat template"
         )
     directory = None if source is None else read_directory(source, renderer)
-    checks = [*template_checks(renderer, config, directory=directory, tools=tools, rows=rows)]
+    once = Once.of(renderer, tokenizer)
+    checks = [*template_checks(renderer, config, directory=directory, tools=tools, rows=rows, once=once)]
     if training:
         from turnwise.doctor.credit import conserved  # torch
 
         # conversations run in an event loop of their own, and this thread may have one
         with ThreadPoolExecutor(1) as thread:
             for name, check in (("mask", masked), ("credit", conserved)):
-                run = thread.submit(_tried, name, functools.partial(check, renderer, config.thinking))
+                run = thread.submit(once, name, functools.partial(check, renderer, config.thinking), config.thinking)
                 checks.append(run.result())
         # processing images takes long, and the run does it for all rows
         images = [row for row in rows if has_media(row.messages)][:_READY]

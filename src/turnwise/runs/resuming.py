@@ -78,13 +78,14 @@ class OpenedRun:
         self.notes.append(f"resuming with other rows: {now['count']} (were {previous['count']})")
         self.origin["rows"] = now
 
-    def compare_tokenizer(self, renderer: Renderer) -> None:
-        """Compare the tokenizer of model.path with the tokenizer that the run started with; `renderer` is the run's renderer.
+    def compare_tokenizer(self, used: str) -> None:
+        """Compare the tokenizer of model.path with the tokenizer that the run started with; `used` is the fingerprint of the one
+        that this start uses.
 
         A resumed run has its own copy, so model.path may be missing. Raises RunError if model.path has another tokenizer.
         """
         if self.saved is None:
-            self.origin["tokenizer"] = fingerprint.of_tokenizer(renderer.tokenizer)
+            self.origin["tokenizer"] = used
             return
         try:
             now = fingerprint.of_tokenizer(Renderer.from_pretrained(self.config.model.path).tokenizer)

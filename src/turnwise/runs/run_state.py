@@ -41,6 +41,7 @@ from turnwise.record.writer import Retention
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.resuming import OpenedRun, open_run, write_models
 from turnwise.terminal.report import Activity
+from turnwise.training import fingerprint
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint, WritingThread, copied_to_cpu
 from turnwise.training.learner import Critic, Learner, Writers, no_shards
@@ -77,12 +78,14 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     held_out = read(config, True) if config.data.eval is not None else []
     opened.compare_rows(rows)
     renderer = assembly.renderer(config, opened.source)
-    opened.compare_tokenizer(renderer)
+    tokenizer = fingerprint.of_tokenizer(renderer.tokenizer)
+    opened.compare_tokenizer(tokenizer)
     tools_in_rows = kind == "sft" and any(row.fields.get("tools") for row in [*rows, *held_out])
     row_notes = preflight_rows(config, renderer, [*rows, *held_out], tools=tools_in_rows)  # its errors name the row
     notes = preflight(
-        config, renderer, source=str(opened.source), tools=tools_in_rows, rows=rows, training=kind == "train"
-    )
+        config, renderer, source=str(opened.source), tools=tools_in_rows, rows=rows, training=kind == "train",
+        tokenizer=tokenizer,
+    )  # fmt: skip
     if not config.cluster.distributed:  # ranks divide the model among them
         from turnwise.doctor.fit import fitted_to_card  # torch
         from turnwise.doctor.memory import longest_prompt, refuse_too_large
