@@ -44,7 +44,7 @@ SFT = {
     "aviary": {"steps": 600},
     "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 250, "batch_size": 12, "lr": 5e-3},
+    "alfworld": {"steps": 800, "batch_size": 12, "lr": 5e-3, "lr_schedule": "cosine"},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (
@@ -172,23 +172,26 @@ def room(draws: random.Random) -> str:
 
 
 def household(draws: random.Random) -> list[tuple[str, str]]:
-    """Random commands in a room like ALFWorld's with two places and a thing, of which most do nothing."""
-    (here, there), thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
-    lies, at = draws.choice([here, there]), ""
-    goal = there if lies == here else here
+    """Commands in a room like ALFWorld's with two places and a thing: a part of them are the next ones of a plan that wins, the
+    others name what is in the room, at random."""
+    places, thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
+    lies, at = draws.choice(places), ""
+    goal = places[1 - places.index(lies)]
     shown = (
         f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
-        f"a {here} 1, and a {there} 1.\n\nYour task is to: put {draws.choice(['a', 'some'])} {thing} "
+        f"a {places[0]} 1, and a {places[1]} 1.\n\nYour task is to: put {draws.choice(['a', 'some'])} {thing} "
         f"{draws.choice(['in', 'on'])} {goal}."
     )
     turns = list[tuple[str, str]]()
-    while len(turns) < 12:
-        named = f"{thing} 1 {{}} {draws.choice(PLACES)} 1"
-        command = draws.choice(
-            [f"go to {draws.choice(PLACES)} 1", f"take {named}".format("from"), f"move {named}".format("to")]
+    while len(turns) < 8:
+        word, place = draws.choice(["go", "take", "move"]), draws.choice(places)
+        if draws.random() < PLANNED:
+            place = lies or goal
+            word = "go" if at != place else "take" if lies else "move"
+        command = (
+            f"go to {place} 1" if word == "go" else f"{word} {thing} 1 {'from' if word == 'take' else 'to'} {place} 1"
         )
         turns.append((shown, command))
-        word, place = command.split()[0], command.split()[-2]
         if word == "go" and place != at:
             at = place
             shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
@@ -214,7 +217,9 @@ NUMBERS = random.Random(0).sample(range(1000), 1000)
 INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
 PLACES = ("desk", "shelf")
-THINGS = ("apple",)
+THINGS = ("apple", "book", "mug", "plate")
+PLANNED = 0.6
+"""The share of the plan's commands in the fine-tuning of ALFWorld's start model."""
 _PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
 CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
@@ -354,10 +359,11 @@ TASKS = (
                 "use": "alfworld:{files}/train",
                 "arguments": {"eval_games": "{files}/eval", "instruction": ""},
             },
-            "limits": {"turns": 12, "tokens_per_turn": 40},
+            "limits": {"turns": 8, "tokens_per_turn": 40},
             "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
-            "train": {"steps": 24, "batch_size": 4},
-            "eval": {"every": 6},
+            # with 3e-3, the first step destroyed the start model
+            "train": {"steps": 20, "batch_size": 4, "lr": 5e-4},
+            "eval": {"every": 10},
         },
         household,
         own="alfworld",

@@ -1,6 +1,7 @@
 """Games of ALFWorld: `python household_games.py FOLDER COUNT FIRST_SEED` writes them, where they are not there.
 
-A room has two places, and one thing that must be put from one of them to the other.
+A room has the same two places, and one thing that must be put from one of them to the other. The things of seeds below 1000 are
+others than those of the seeds from 1000.
 """
 
 import importlib.util
@@ -11,7 +12,9 @@ __all__ = ["main"]
 
 PEER = Path(__file__).resolve().parents[2] / "tests" / "support" / "peers" / "alfworld_games.py"
 PLACES = ("Desk", "Shelf")
-THINGS = ("Apple",)
+THINGS = (("Apple", "Book"), ("Mug", "Plate"))
+HELD_OUT = 1000
+"""The first seed of held-out rooms, which have the last things."""
 
 
 def main() -> None:
@@ -23,9 +26,9 @@ def main() -> None:
     games = importlib.util.module_from_spec(found)
     sys.modules["alfworld_games"] = games
     found.loader.exec_module(games)
-    rooms = [(at, to, thing) for at in PLACES for to in PLACES if at != to for thing in THINGS]
     for seed in range(first, first + count):
-        at, to, thing = rooms[seed % len(rooms)]
+        things = THINGS[seed >= HELD_OUT]
+        thing, (at, to) = things[seed // 2 % len(things)], PLACES[:: 1 if seed % 2 else -1]
         room = games.Room("pick_and_place_simple", thing, to, "", {at: "", to: ""}, [(thing, 0)])
         if not list(folder.glob(f"*-{seed}")):
             games.write_game(folder, room, seed)
