@@ -15,14 +15,17 @@ import argparse
 import ast
 import asyncio
 import importlib.util
+import inspect
 import io
+import itertools
 import json
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -139,8 +142,32 @@ class OptionRow:
         return _cell(self.option, self.default)
 
 
+def describe_options(of: type[Section] = Section) -> None:
+    """Give the fields of all sections the descriptions that stand below them; a section has those of its base classes."""
+    for cls in of.__subclasses__():
+        for base in (one for one in cls.__mro__ if one is not Section and issubclass(one, Section)):
+            for name, text in _texts_below(base).items():
+                field = cls.model_fields[name]
+                field.description = field.description or text
+        describe_options(cls)
+
+
+@cache
+def _texts_below(cls: type[Section]) -> dict[str, str]:
+    """The texts below the fields in the source of a class, by the names of the fields."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(made, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in itertools.pairwise(made.body):
+        text = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Constant):
+            found[field.target.id] = inspect.cleandoc(str(text.value))
+    return {name: text for name, text in found.items() if name in cls.model_fields}
+
+
 def option_table() -> str:
     """The options as Markdown: those that most people set, then the others, with a table for each section of a recipe."""
+    describe_options()
     named = named_sections(Config)
     said: dict[tuple[str, str], str] = {}
     fields = Config.model_fields.items()
