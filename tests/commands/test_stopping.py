@@ -326,7 +326,7 @@ with Stops() as stops:
 
 
 def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_neither_lost_nor_a_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", IN_COLLECTION], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", IN_COLLECTION], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr, done.returncode) == ("stopped by SIGINT\n", "", 0)
 
 
