@@ -165,10 +165,6 @@ _traced: dict[tuple[str, str], TracedPass] = {}
 """Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
 
 
-_DEPTHS = (1, 2)
-"""The numbers of layers that are traced of a model whose layers are all alike: with each further one, as many bytes are added."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
     """What is known of a model without a pass."""
@@ -183,6 +179,9 @@ class _Facts:
     """Bytes of the copies of weights in oneDNN's layout."""
     layers: int
     """The number of layers if all of them are the same, else 0."""
+    first_unlike: bool
+    """Whether the first layer keeps less for its backward pass than the others: its input has no gradient if the embedding is not
+    trained."""
     server_weights: tuple[float, float]
 
 
@@ -202,6 +201,7 @@ def _facts_of(source: ModelSource, model_config: Any) -> _Facts:
             parameters=model.num_parameters(),
             autocast_copies=2 * sum(weight.numel() for weight in _copied_weights(model)),
             layers=_layers_alike(model, model_config),
+            first_unlike=not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()),
             server_weights=_server_weights(model, _full_bytes(model) - saved),
             packed=_packed_bytes(model),
         )
@@ -221,14 +221,16 @@ def _packed_bytes(model: Any) -> int:
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     facts = _facts_of(options.source, model_config)
     large = facts.parameters > LARGE_MODEL and not options.on_ranks
+    # of a model whose layers are all alike, two depths tell how many bytes each further layer adds
+    depths = (2, 3) if facts.first_unlike else (1, 2)
     shallow = [
-        empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if facts.layers > depth
+        empty_model(options.source, _with_layers(model_config, depth)) for depth in depths if facts.layers > depth
     ]
     # on a CPU, large models have other layers
     sizes = {facts.parameters > LARGE_MODEL, *(one.num_parameters() > LARGE_MODEL for one in shallow)}
-    if len(shallow) == len(_DEPTHS) and len(sizes) == 1:
+    if len(shallow) == len(depths) and len(sizes) == 1:
         (few, peak_few), (more, peak_more) = (_traced_bytes(one, options, large=large) for one in shallow)
-        further = (facts.layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
+        further = facts.layers - depths[0]
         activations, peak = few + further * (more - few), peak_few + further * (peak_more - peak_few)
     else:
         activations, peak = _traced_bytes(empty_model(options.source, model_config), options, large=large)
