@@ -175,7 +175,9 @@ def test_deadline_of_a_turn_in_the_environment() -> None:
     assert (trajectory.stop, trajectory.failed, user.closed) == (Stop.DEADLINE, True, 1)
     assert trajectory.error is not None
     assert trajectory.error.kind == "deadline"
-    assert trajectory.error.message == "turn 1 took longer than limits.seconds_per_turn=1"
+    assert trajectory.error.message == (
+        "turn 1 took longer than limits.seconds_per_turn=1, most of it in the environment: raise the limit if that needs longer"
+    )
     assert trajectory.assistant_texts == ["a", "b"]
     assert 0.9 < trajectory.seconds < 30
 
@@ -184,7 +186,10 @@ def test_deadline_of_a_turn_in_the_engine() -> None:
     engine = Says("a", seconds=30.0)
     trajectory = hold(engine, SingleTurn, limits=Limits(seconds_per_turn=0.05))
     assert trajectory.error is not None
-    assert trajectory.error.message == "turn 0 took longer than limits.seconds_per_turn=0.05"
+    assert trajectory.error.message == (
+        "turn 0 took longer than limits.seconds_per_turn=0.05, most of it in the engine. The machine may be slow or busy: "
+        "raise the limit, or lower limits.tokens_per_turn or max_concurrent"
+    )
     assert (trajectory.turns, engine.released) == ([], ["1/0"])
     assert spoken(trajectory.segments[0]) == [(-1, OPENING)]
 
@@ -193,7 +198,10 @@ def test_deadline_of_a_conversation() -> None:
     trajectory = hold(Says(*"abcdefgh"), lambda: Waits("step 2"), limits=Limits(seconds=1.0))
     assert (trajectory.stop, trajectory.failed) == (Stop.DEADLINE, True)
     assert trajectory.error is not None
-    assert trajectory.error.message == "the conversation was in turn 2 when limits.seconds=1 was over"
+    assert trajectory.error.message == (
+        "the conversation was in turn 2 when limits.seconds=1 was over, most of it in the environment: raise the limit if that "
+        "needs longer"
+    )
     assert trajectory.assistant_texts == ["a", "b", "c"]
     slow_start = hold(Says("a"), lambda: Waits("begin"), limits=Limits(seconds=0.05, seconds_per_turn=None))
     assert (slow_start.stop, slow_start.turns) == (Stop.DEADLINE, [])

@@ -20,11 +20,12 @@ The loop knows a session only as a `ConversationSession`: `session.Session` reco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from turnwise.engines.engine import Batched, longest_sequence
@@ -184,14 +185,65 @@ class ConversationSession(Protocol):
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
 
+class _TimeLimits:
+    """The limits of time of a conversation. Those who meet them are told who took the time."""
+
+    __slots__ = ("_limits", "_sampling", "_session")
+
+    def __init__(self, session: ConversationSession, limits: Limits) -> None:
+        self._session = session
+        self._limits = limits
+        self._sampling = 0.0
+        """Seconds in which the conversation has waited for the engine."""
+
+    def of_turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """`limits.seconds_per_turn`. Raises Failed."""
+        seconds = self._limits.seconds_per_turn
+        return self._limit(seconds, lambda turn: f"turn {turn} took longer than limits.seconds_per_turn={seconds:g}")
+
+    def of_conversation(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """`limits.seconds`. Raises Failed."""
+        seconds = self._limits.seconds
+        return self._limit(
+            seconds, lambda turn: f"the conversation was in turn {turn} when limits.seconds={seconds:g} was over"
+        )
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """The engine is awaited inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._sampling += time.perf_counter() - started
+
+    @contextlib.asynccontextmanager
+    async def _limit(self, seconds: float | None, problem: Callable[[int], str]) -> AsyncIterator[None]:
+        started, sampled, limit = time.perf_counter(), self._sampling, deadline(seconds)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired:  # another limit
+                raise
+            if 2 * (self._sampling - sampled) > time.perf_counter() - started:
+                reason = (
+                    "most of it in the engine. The machine may be slow or busy: raise the limit, or lower "
+                    "limits.tokens_per_turn or max_concurrent"
+                )
+            else:
+                reason = "most of it in the environment: raise the limit if that needs longer"
+            raise Failed(Failure("deadline", f"{problem(self._session.turns_answered)}, {reason}")) from None
+
+
 async def converse(
     session: ConversationSession,
     environment: GuardedEnvironment,
-    limits: Limits,
+    limits: _TimeLimits,
     begin_turn: Callable[[], Stop | None] | None = None,
 ) -> Stop:
     """Let the model and the environment take turns until one of them or a limit ends the conversation."""
-    async with deadline(limits.seconds_per_turn):
+    async with limits.of_turn():
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     if opening.done:
@@ -199,8 +251,9 @@ async def converse(
     while (stop := await session.stop_reason()) is None:
         if begin_turn is not None and (stop := begin_turn()) is not None:
             break
-        async with deadline(limits.seconds_per_turn):
-            turn = await environment.watched(session.generate)
+        async with limits.of_turn():
+            with limits.sampling():
+                turn = await environment.watched(session.generate)
             cut_by = session.truncation_reason
             if cut_by is not None and (turn is None or turn.finish_reason == "length"):
                 return cut_by
@@ -265,23 +318,14 @@ async def _complete(
 
     Raises Failed, of the kind `deadline` if it takes too long.
     """
-    limits, trajectory = context.limits, session.trajectory
-    time_limit = deadline(limits.seconds)
-    try:
-        async with time_limit:
-            stop = await converse(session, environment, limits, context.begin_turn)
-            if stop is not Stop.DONE and trajectory.turns:
-                async with deadline(limits.seconds_per_turn):
-                    reply = await environment.final_reply(trajectory.turns[-1])
-                session.apply_final_reply(reply)
-            session.finish(stop)
-    except TimeoutError:
-        turn = session.turns_answered
-        if time_limit.expired:
-            message = f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
-        else:
-            message = f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
-        raise Failed(Failure("deadline", message)) from None
+    limits, trajectory = _TimeLimits(session, context.limits), session.trajectory
+    async with limits.of_conversation():
+        stop = await converse(session, environment, limits, context.begin_turn)
+        if stop is not Stop.DONE and trajectory.turns:
+            async with limits.of_turn():
+                reply = await environment.final_reply(trajectory.turns[-1])
+            session.apply_final_reply(reply)
+        session.finish(stop)
 
 
 def runner_of(context: ConversationContext) -> Runner:
