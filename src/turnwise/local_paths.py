@@ -169,7 +169,17 @@ def refuse_weights_in_parts(model: str | Path, *, error: type[TurnwiseError]) ->
         )
 
 
-def model_advice(path: str | Path, failed: Failed) -> str:
+def unreadable(what: str, path: str | Path, failed: Failed) -> str:
+    """The message about a model, or a part of it, that could not be read: why, and what to do.
+
+    Example: `no tokenizer could be loaded from 'org/name': 401. The model is gated: ask for access at ...`.
+    """
+    return (
+        f"no {what} could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. {_advice(path, failed)}"
+    )
+
+
+def _advice(path: str | Path, failed: Failed) -> str:
     """What to do about a model that could not be read. The libraries' own messages about the hub name calls of Python."""
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -31,7 +31,7 @@ from turnwise.engines.remote.servers import Owner
 from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.local_paths import hub_directory, looks_like_path, model_advice, refuse_other_than_model
+from turnwise.local_paths import hub_directory, looks_like_path, refuse_other_than_model, unreadable
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.algorithm import LoraSection
@@ -311,9 +311,7 @@ def _model_directory(config: Config, *, weights: bool) -> Path:
         with boundary("model"):
             return hub_directory(path, weights=weights)
     except Failed as failed:
-        raise ConfigError(
-            f"the model {path} cannot be read: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
-        ) from failed
+        raise ConfigError(unreadable("model" if weights else "model configuration", path, failed)) from failed
 
 
 def cache_gb(config: Config, context: int | None) -> float | None:

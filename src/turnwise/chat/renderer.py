@@ -61,7 +61,7 @@ from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.tool_calls.parsing import example_at_end
 from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
-from turnwise.local_paths import model_advice, refuse_other_than_model
+from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.grammar import TokenMasks
 from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema, common_length
 
@@ -452,10 +452,7 @@ class Renderer:
                     f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a hub id, "
                     f"or a directory that save_pretrained has written"
                 ) from failed
-            raise TemplateError(
-                f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. "
-                f"{model_advice(path, failed)}"
-            ) from failed
+            raise TemplateError(unreadable("tokenizer", path, failed)) from failed
         # transformers makes an empty one by the type of the model
         if not tokenizer.encode("a", add_special_tokens=False):
             raise TemplateError(

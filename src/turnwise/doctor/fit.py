@@ -25,7 +25,7 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import model_advice
+from turnwise.local_paths import unreadable
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
 from turnwise.options.engines import LimitsSection
 from turnwise.options.schema import Config
@@ -348,10 +348,7 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
         with boundary("model"):
             model_config = read_model_config(path)
     except Failed as failed:
-        raise ConfigError(
-            f"the configuration of --model {path} cannot be read: {failed.failure.message.rstrip('.')}. "
-            f"{model_advice(path, failed)}"
-        ) from failed
+        raise ConfigError(unreadable("model configuration", path, failed)) from failed
     found = starter(path, model_config, gib)
     if (plan := found.plan) is not None:
         peak = starter_peak(found, model_config, gib)

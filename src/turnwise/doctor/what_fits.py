@@ -110,15 +110,7 @@ def _checked(config: Config, memory: Memory) -> Check:
         embedded = what_fits(changed(config, ["engine"], LocalEngineSection()), memory)
         if embedded.fits:
             found = replace(embedded, options={"engine": "local", **embedded.options})
-    if found.fits:
-        advice = f"set {found.text} ({found.gib:.1f} GiB{found.remark})"
-    else:
-        least = (
-            f"of all changes that were tried, {found.text} needs the least, still {found.gib:.1f} GiB"
-            if found.text
-            else "no option of the recipe changes that"
-        )
-        advice = f"{least}: use a smaller model, shorter conversations (limits.context), or more memory"
+    advice = found.advice("use a smaller model, shorter conversations (limits.context), or more memory")
     return replace(check, text=f"{check.text}: {advice}")
 
 
@@ -170,6 +162,14 @@ class Fitting:
     def remark(self) -> str:
         """What else should be changed with them."""
         return "; an adapter needs about 20 times the learning rate" if "model.lora.rank" in self.options else ""
+
+    def advice(self, otherwise: str) -> str:
+        """What to set, or where no options suffice, what to do `otherwise`."""
+        if self.fits:
+            return f"set {self.text} ({self.gib:.1f} GiB{self.remark})"
+        if not self.text:
+            return f"no option of the recipe changes that: {otherwise}"
+        return f"of all changes that were tried, {self.text} needs the least, still {self.gib:.1f} GiB: {otherwise}"
 
 
 def shown(value: Any) -> str:

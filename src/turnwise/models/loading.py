@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import model_advice, refuse_other_than_model
+from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.device import device_name, gpu_memory, why_no_gpu
 from turnwise.models.lora import (
@@ -219,9 +219,8 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
         with boundary("model"):
             yield
     except Failed as failed:
-        message = failed.failure.message.rstrip(".")
-        problem = f"no model could be loaded from {source.path!r}: {message}. {model_advice(source.path, failed)}"
-        raise ConfigError(_does_not_fit(source, device, failed) or problem) from failed
+        problem = _does_not_fit(source, device, failed) or unreadable("model", source.path, failed)
+        raise ConfigError(problem) from failed
 
 
 _WHILE_QUANTIZING = "during automatic conversion of the weights"

@@ -31,6 +31,7 @@ from turnwise.doctor.memory import (
     empty_model,
     kv_cache_bytes,
     machine_gib,
+    not_predicted,
     on_gpu,
     predict,
     read_model_config,
@@ -38,7 +39,7 @@ from turnwise.doctor.memory import (
     weight_bytes,
     workload_of,
 )
-from turnwise.doctor.what_fits import shown
+from turnwise.doctor.what_fits import Fitting
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import (
     DISPATCH_STYLE,
@@ -169,12 +170,7 @@ def rank_memory(
         parts |= _of_passes(config, model_config, workload, section, context, tensor)
     program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
     parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
-    samples = (
-        rank == 0
-        and section == "train"
-        and config.engine.embedded is not None
-        and not config.runs_conversations_elsewhere
-    )
+    samples = rank == 0 and _samples(config, section)
     if not samples:
         parts = {name: size for name, size in parts.items() if name not in _OF_ENGINE}
     offloaded = fsdp.offload == "cpu"
@@ -199,6 +195,11 @@ def rank_memory(
     return Prediction(
         [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
     )
+
+
+def _samples(config: Config, section: str) -> bool:
+    """Whether rank 0 has the embedded engine."""
+    return section == "train" and config.engine.embedded is not None and not config.runs_conversations_elsewhere
 
 
 def _of_passes(
@@ -318,28 +319,27 @@ def rank_memory_check(
             workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
             found = rank_memory(config, model_config, workload, ranks, section=section)
     except Failed as failed:
-        return Check("memory", "note", f"the memory of a rank cannot be predicted: {failed.failure.message}")
+        return not_predicted(failed)
     shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
     limit = memory_gb if memory_gb is not None else machine_gib(config) / shared
     details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.2f}" for part in found.parts))]
     text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
-    largest = max(found.parts, key=lambda part: part.bytes).name
-    fits = _what_fits(config, model_config, workload, ranks, section, limit)
-    return Check(
-        "memory",
-        "fail",
-        f"{text}, and there are {limit:.1f} GiB. The largest part: {largest}",
-        details=[*details, ("what fits", fits)],
+    server = ", a server engine" if _samples(config, section) else ""
+    advice = _what_fits(config, model_config, workload, ranks, section, limit).advice(
+        f"use more ranks{server}, a smaller model, shorter conversations (limits.context), or more memory"
     )
+    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
 
 
 _WORTH = 0.98
 """A change is named if the peak is less than this share of the peak without it."""
 
 
-def _what_fits(config: Config, model_config: Any, workload: Workload, ranks: int, section: str, limit: float) -> str:
+def _what_fits(
+    config: Config, model_config: Any, workload: Workload, ranks: int, section: str, limit: float
+) -> Fitting:
     """The options to change, in the order of what they cost in time, until the peak is at most `limit` GiB; those that the recipe
     has already, or that hardly change it, are not named."""
     peak = rank_memory(config, model_config, workload, ranks, section=section).gib
@@ -357,11 +357,7 @@ def _what_fits(config: Config, model_config: Any, workload: Workload, ranks: int
             named, peak = trial, found.gib
         if peak <= limit:
             break
-    options = " ".join(f"{name}={shown(value)}" for name, value in named.items())
-    if peak <= limit:
-        return f"{options} ({peak:.1f} GiB)"
-    more = "more ranks, a shorter limits.context, or a server engine if rank 0 has the embedded one"
-    return f"nothing that was tried: {f'with {options} ' if options else ''}{peak:.1f} GiB are needed. Use {more}"
+    return Fitting(named, peak, fits=peak <= limit)
 
 
 def _changes(config: Config, workload: Workload, section: str) -> dict[str, Any]:
