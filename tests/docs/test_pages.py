@@ -22,7 +22,7 @@ import yaml
 from generated_pages import comparable, doctor_reports
 
 import turnwise
-from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
+from support.conversations import Says, a_row, call, hold, hold_all
 from support.servers import Answer, serving
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
@@ -296,23 +296,10 @@ def test_a_modelled_user(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_modelled_user_behind_an_engine() -> None:
-    make = code("EngineChatModel")["make_environment"](scripted(["Bye. [DONE]"]), RENDERER)
-    assert hold(Says("a"), make).messages[-1] == {"role": "user", "content": "Bye."}
-
-
 def test_tools_in_front_of_an_interaction(recipe: Callable[[str], Any]) -> None:
     said = [call("calculator", '{"expression": "2+2"}'), "60"]
     trajectory = hold(Says(*said), recipe("tools: [turnwise.environments.calculator:calculator]"), row=a_row(limit=80))
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.75]
-
-
-def test_tools_in_front_of_an_interaction_in_front_of_a_game() -> None:
-    said = [call("calculator", '{"expression": "0+1"}'), "Why?", "1", *"12122"]
-    trajectory = hold(Says(*said), code("# host.py")["make_environment"])
-    assert [turn.reward for turn in trajectory.turns] == [0.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert trajectory.stop == "done"
-    assert [one["content"] for one in trajectory.messages if one["role"] == "tool"] == ["1"]
 
 
 def test_the_tables_name_all_arguments() -> None:
