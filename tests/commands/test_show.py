@@ -243,7 +243,40 @@ def test_the_conversations_of_a_step(run: Path) -> None:
     assert shown(run, step=2, failed=True).count("╭─") == 1
 
 
-@pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
+def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    rewarded = sorted((line for line in recorded if line["reward"] is not None), key=lambda line: line["reward"])
+    assert main(["show", str(run), "--worst", "2", "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rewarded[:2]
+    assert main(["show", str(run), "--step", "1", "--json"]) == 0
+    printed = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == [line["id"] for line in recorded if line["step"] == 1]
+    assert main(["show", str(run), "--step", "1", "--failed", "--json"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--csv"], "--csv prints tables and --worst prints conversations: --json prints them as JSON lines"),
+        (["--json", "--tokens"], "--tokens is for text"),
+        (["--sort", "reward/mean"], "--worst prints conversations of one run: --sort sorts runs"),
+    ],
+)
+def test_a_form_that_conversations_do_not_have_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["show", str(run), "--worst", "2", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_that_no_conversation_failed_is_no_error(run: Path) -> None:
+    assert shown(run, step=1, failed=True) == "no conversation of step 1 failed\n"
+
+
+@pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 9, "failed": True}])
 def test_nothing_that_fits_is_told(run: Path, options: dict[str, Any]) -> None:
     with pytest.raises(
         RunError,

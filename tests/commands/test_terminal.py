@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,16 @@ def an_evaluation() -> EvaluationResult:
     return EvaluationResult(
         data="heldout.jsonl", rows=4, samples_per_row=4, seed=0, pass_reward=1, models=models, comparisons=[comparison]
     )
+
+
+def test_an_evaluation_in_which_no_reward_can_pass_says_so() -> None:
+    whole = an_evaluation()
+    model = replace(whole.models[0], largest_reward=0.988)
+    for passing, told in ((1.0, True), (0.988, False)):
+        console = terminal(200)
+        with console.capture() as captured:
+            print_results(console, replace(whole, models=[model], comparisons=[], pass_reward=passing))
+        assert ("no conversation passed, because the largest reward is 0.988" in captured.get()) is told
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

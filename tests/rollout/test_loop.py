@@ -118,8 +118,8 @@ def test_a_prompt_that_leaves_no_room_is_the_rows_failure() -> None:
     assert trajectory.error is not None
     assert trajectory.error.kind == "row"
     assert trajectory.error.message == (
-        "the prompt has 21 tokens and limits.context is 21, so there is no room for an answer: raise limits.context, or "
-        "leave the row out"
+        "the prompt has 21 tokens and limits.context is 21, so there is no room for an answer: raise it, or shorten the "
+        "prompt"
     )
     assert (engine.requests, trajectory.turns, trajectory.segments) == ([], [], [])
     assert (

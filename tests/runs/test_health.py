@@ -383,7 +383,7 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
     (told,) = warned(model, tmp_path, caplog, environment=environment)
     assert told.startswith("step 3: in each of the first 3 steps, all conversations of a row had the same reward")
     assert "Every reward of the last step was 0.25. Either the task is too hard or too easy" in told
-    assert f"call {PLACES}:indifferent on an answer" in told
+    assert f"try {PLACES}:indifferent on an answer" in told
     assert re.search(r"Look at `turnwise show (\S+) --worst 3`; .* `turnwise replay \1 --all` compares them", told)
 
 
@@ -475,10 +475,10 @@ def test_a_run_of_fewer_steps_is_told_at_its_end() -> None:
     watch = LearningWatch(watch_made(train={"steps": 1}, reward={"trajectory": ["my.py:f"]}))
     (told,) = problems(watch, 1, step((1.0, 1.0)))
     assert "Every reward of the last step was 1. Either the task is too hard or too easy" in told
-    assert "call the reward functions (my.py:f) on an answer" in told
+    assert "try the reward functions (my.py:f) on an answer" in told
     converted = {"batch": [{"use": "turnwise.compat.trl:TrlReward", "arguments": {"function": "train.py:correct"}}]}
     (told,) = problems(LearningWatch(watch_made(train={"steps": 1}, reward=converted)), 1, step((1.0, 1.0)))
-    assert "call the reward functions (train.py:correct) on an answer" in told
+    assert "try the reward functions (train.py:correct) on an answer" in told
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from turnwise.record.summary import (
     may_be_run,
     summarize_run,
 )
+from turnwise.record.writer import trajectory_lines
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.runs import (
     change_line,
@@ -119,7 +120,11 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
     )
     printed = "the table of runs, or with --metric the steps of one run, as"
-    parser.add_argument("--json", action="store_true", help=f"print {printed} JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {printed} JSON; with --step, --worst, ... these conversations as JSON lines (docs/record.md)",
+    )
     parser.add_argument("--csv", action="store_true", help=f"print {printed} CSV")
     parser.set_defaults(command=_run_show)
 
@@ -140,11 +145,18 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
         show_metrics(context.console, run, options.metric, evaluation=options.evaluation, form=form)
         return 0
-    if not one or options.sort or form != "text":
+    if not one or options.sort or (form != "text" and not selectors):
         if selectors:
-            raise ConfigError(f"{selectors[0]} prints conversations of one run: give the directory of one run")
+            problem = "--sort sorts runs" if one else "give the directory of one run"
+            raise ConfigError(f"{selectors[0]} prints conversations of one run: {problem}")
         show_runs(context.console, options, form=form)
         return 0
+    if form == "csv":
+        raise ConfigError(
+            f"--csv prints tables and {selectors[0]} prints conversations: --json prints them as JSON lines"
+        )
+    if form == "json" and options.tokens:
+        raise ConfigError("--tokens is for text: JSON lines (--json) always have the token ids, in `segments`")
     selection = Selection(
         id=options.id,
         step=options.step,
@@ -153,7 +165,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
         last=options.last,
         failed=options.failed,
     )
-    show(context.console, run, selection, evaluation=options.evaluation, tokens=options.tokens)
+    show(context.console, run, selection, evaluation=options.evaluation, tokens=options.tokens, form=form)
     return 0
 
 
@@ -241,11 +253,14 @@ def show(
     *,
     evaluation: bool = False,
     tokens: bool = False,
+    form: str = "text",
 ) -> None:
-    """Print a run's summary, or the conversations of `selection`.
+    """Print a run's summary, or the conversations of `selection`: as text, or in the form `json` as lines of JSON, as they stand
+    in the record, those of a conversation's agents before it.
 
     `evaluation` reads the held-out conversations instead of the training conversations; `tokens` prints every token too.
-    A damaged line of the record is left out and named. Raises RunError if `run` is not a run, or no conversation matches.
+    A damaged line of the record is left out and named. Raises RunError if `run` is not a run, or no conversation matches; that
+    none failed is no error.
     """
     if (models := evaluated_runs(run)) and _show_evaluation(console, run, models, selection):
         return
@@ -274,17 +289,28 @@ def show(
         )
     damaged: list[str] = []
     trajectories = selection.of(path, damaged)
-    print_lines(console, damage_notes(damaged), style="yellow")
+    print_lines(Console(stderr=True) if form == "json" else console, damage_notes(damaged), style="yellow")
     recorded = RecordedTrajectories(path, damaged=[])
+    if not trajectories and selection.failed and replace(selection, failed=False).of(path, []):
+        if form == "text":
+            where = "" if selection.step is None else f" of step {selection.step}"
+            console.print(f"no conversation{where} failed", highlight=False)
+        return
     if not trajectories:
         steps = (
             f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
         )
         raise RunError(f"no conversation in {path} matches{steps}; `turnwise show {run}` prints a summary of the run")
+    for trajectory in trajectories:
+        trajectory.agents = recorded.agents_of(trajectory)
+    if form == "json":
+        for line in trajectory_lines(path, trajectories):
+            # in ASCII: what a model wrote must not reach the terminal as it is
+            console.print(json.dumps(json.loads(line)), highlight=False, markup=False, soft_wrap=True)
+        return
     policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
     decode = {policy: token_texts(run, policy) for policy in policies}
     for trajectory in trajectories:
-        trajectory.agents = recorded.agents_of(trajectory)
         console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))
 
 

@@ -294,8 +294,8 @@ def take_effect(config: Config) -> Check:
         if without != config and own[EFFECTS[option]] == _data(EFFECTS[option], without)
     ]
     summary = (
-        f"{len(options)} are set: {len(compared) - len(idle)} change what is built from the recipe; the test suite of "
-        f"turnwise covers the effect of {len(options) - len(compared)}"
+        f"{len(options)} are set: {len(compared) - len(idle)} were left out one by one, and each changes what is built; the "
+        f"others act while a run goes on"
     )
     if idle:
         # with these rows, or in so few steps: a limit that nothing reaches, a system prompt where all rows have one

@@ -284,6 +284,8 @@ class ModelResult:
     cost: Cost
     row_rewards: Mapping[str, float] = field(default_factory=dict)
     """The mean reward of each row, by its id."""
+    largest_reward: float | None = None
+    """Of a conversation; None in the results of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +312,12 @@ class EvaluationResult:
     models: Sequence[ModelResult] = ()
     comparisons: Sequence[Comparison] = ()
     """Each further model with the first model; with `--single-turn`, several turns with one turn of the same model."""
+
+    @property
+    def largest_that_failed(self) -> float | None:
+        """The largest reward of all conversations if none passed; else None, and in results of earlier versions."""
+        largest = max((m.largest_reward for m in self.models if m.largest_reward is not None), default=None)
+        return None if largest is None or reaches(largest, self.pass_reward) else largest
 
 
 def summarize(
@@ -355,6 +363,7 @@ def summarize(
         stops=dict(Counter(str(t.stop) for t in every).most_common()),
         cost=_cost(every),
         row_rewards={row: fmean(values) for row, values in _by_row(finished, _reward).items()},
+        largest_reward=max(map(_reward, finished), default=None),
     )
 
 

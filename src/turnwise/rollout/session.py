@@ -352,17 +352,14 @@ class Session:
         length = len(self._history.segment) + len(prompt.token_ids)
         stop = limits.stop_reason(trajectory, length, self._response_tokens(length))
         if stop is Stop.CONTEXT and not trajectory.turns:
-            bound, fix = "limits.context", "raise limits.context"
+            bound, fix = "limits.context", "raise it"
             if limits.context == longest_sequence(self._context.engine):
-                bound, fix = (
-                    "the engine's context",
-                    "raise the context of the engine's servers, if the model has a longer one",
-                )
+                bound, fix = "the engine's context", "raise it, if the engine has servers and the model takes more"
             raise Failed(
                 Failure(
                     "row",
                     f"the prompt has {length} tokens and {bound} is {limits.context}, so there is no room for an answer: {fix}, "
-                    f"or leave the row out",
+                    "or shorten the prompt",
                 )
             )
         return stop

@@ -407,7 +407,8 @@ class LearningWatch:
         return (
             f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "
             f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}. Look at `turnwise show "
-            f"{run} --worst 3`; after a change of the rewards, `turnwise replay {run} --all` compares them"
+            f"{run} --worst 3`; after a change of the rewards, `turnwise replay {run} --all` compares them "
+            f"(docs/learning.md)"
         )
 
     def _many_failed(self, groups: Sequence[Group]) -> str | None:
@@ -443,11 +444,11 @@ class LearningWatch:
             source = f"the reward functions ({', '.join(names)})" if names else environment
             return (
                 f"Every reward of the last step was {rewards[0]:g}. Either the task is too hard or too easy for this model, "
-                f"or the rewards are wrong: call {source} on an answer that should get another reward"
+                f"or the rewards are wrong: try {source} on an answer that should get another reward"
             )
         return (
             "The rewards differ between rows but not within a row: the rows are too easy or too hard for this model. Choose "
-            "other rows, or raise train.group_size"
+            "other rows (data.curriculum, train.dynamic_sampling), or raise train.group_size"
         )
 
     def _only_zeros(self, finished: Sequence[Trajectory]) -> str:

@@ -92,7 +92,8 @@ def _short(value: Any, length: int = 120) -> str:
 def _heading(message: Message, turn: Turn | None, advantages: Sequence[float | Sequence[float]]) -> str:
     role = message["role"]
     if role == "tool":
-        return f"tool {message.get('name', '')} ({message.get('tool_call_id', '')})"
+        name = f" {message['name']}" if message.get("name") else ""  # that of a malformed call may not be known
+        return f"tool{name} ({message.get('tool_call_id', '')})"
     if turn is None:
         return role
     parts = ", ".join(f"{name} {value:.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""

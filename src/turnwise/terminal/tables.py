@@ -101,6 +101,12 @@ def print_results(console: Console, result: EvaluationResult) -> None:
         title += f"; *: of fewer than {_FEW_ROWS} rows, so the interval is rough"
     _line(console, title)
     print_table(console, _models(result))
+    if (largest := result.largest_that_failed) is not None:
+        _line(
+            console,
+            f"\nno conversation passed, because the largest reward is {largest:g}: if that is a right answer, evaluate again "
+            f"with a smaller eval.pass_reward and resume=auto, which keeps the conversations",
+        )
     if result.comparisons:
         _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
         print_table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
@@ -171,9 +177,11 @@ def interval(value: Estimate, *, sign: bool = False) -> str:
     """`0.412 [0.351, 0.473]`; with a star if there are few rows; a dash without rows."""
     if value.mean is None:
         return "-"
-    mean = f"{value.mean:+.3f}" if sign else f"{value.mean:.3f}"
+    mean = f"{value.mean:+z.3f}" if sign else f"{value.mean:z.3f}"
     few = "*" if value.rows < _FEW_ROWS else ""
-    return mean + few if value.low is None or value.high is None else f"{mean} [{value.low:.3f}, {value.high:.3f}]{few}"
+    return (
+        mean + few if value.low is None or value.high is None else f"{mean} [{value.low:z.3f}, {value.high:z.3f}]{few}"
+    )
 
 
 def _mean(value: Estimate | None) -> str:

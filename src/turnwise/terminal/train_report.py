@@ -160,6 +160,7 @@ class TrainReport(Report):
         if len(evaluations) > 1:
             self.console.print(evaluations_table(evaluations))
         if self._example is not None:
+            self.print_line("one of the best conversations of the last evaluation:")
             self.console.print(conversation(self._example))
         self.print_places(directory, checkpoint, conversations="every conversation")
         self.print_line(

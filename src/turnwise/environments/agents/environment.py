@@ -129,7 +129,8 @@ class AgentEnvironment:
         self._way: _Way | None = None
 
     async def begin(self, row: Row) -> Opening:
-        proxy = None if self._start_proxy is None else self._start_proxy()
+        # the run's first conversation imports and starts the server
+        proxy = None if self._start_proxy is None else await off_loop(self._start_proxy, long=False)
         run = self._run = _AgentRun(self._agent, row, proxy, self._prompts)
         while (pending := await run.next_request()) is not None:
             way = self._way = _ByMessages(run) if pending.request.prompt is None else _ByTexts(run)

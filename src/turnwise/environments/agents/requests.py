@@ -348,6 +348,8 @@ _FORCED = frozenset(
     }
 )
 """The recipe or the model decides these."""
+_IN_RECIPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
+"""Those that have an option of the same name in `sampling`."""
 _NEUTRAL = frozenset(
     {
         "user",
@@ -469,11 +471,13 @@ def log_forced(forced: Mapping[str, Any]) -> None:
     for name, value in forced.items():
         if name not in _logged:
             _logged.add(name)
+            decides = f"the recipe's sampling.{name}" if name in _IN_RECIPES else "the recipe or the template"
             _log.warning(
-                "an agent's request sets %s=%.80r, which has no effect here (docs/agents.md). Later requests are counted in the "
-                "metric metrics/agent/forced",
+                "an agent's request sets %s=%.80r, which has no effect here: %s decides (docs/agents.md). Later requests are "
+                "counted in the metric metrics/agent/forced",
                 name,
                 value,
+                decides,
             )
 
 
