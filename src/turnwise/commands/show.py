@@ -291,16 +291,8 @@ def show(
     trajectories = selection.of(path, damaged)
     print_lines(Console(stderr=True) if form == "json" else console, damage_notes(damaged), style="yellow")
     recorded = RecordedTrajectories(path, damaged=[])
-    if not trajectories and selection.failed and replace(selection, failed=False).of(path, []):
-        if form == "text":
-            where = "" if selection.step is None else f" of step {selection.step}"
-            console.print(f"no conversation{where} failed", highlight=False)
-        return
     if not trajectories:
-        steps = (
-            f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
-        )
-        raise RunError(f"no conversation in {path} matches{steps}; `turnwise show {run}` prints a summary of the run")
+        _nothing_found(console, run, selection, recorded, form=form)
     for trajectory in trajectories:
         trajectory.agents = recorded.agents_of(trajectory)
     if form == "json":
@@ -312,6 +304,21 @@ def show(
     decode = {policy: token_texts(run, policy) for policy in policies}
     for trajectory in trajectories:
         console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))
+
+
+def _nothing_found(
+    console: Console, run: Path, selection: Selection, recorded: RecordedTrajectories, *, form: str
+) -> None:
+    """Say that no conversation failed. Raises RunError if none would match without `--failed` either."""
+    if selection.failed and replace(selection, failed=False).of(recorded.path, []):
+        if form == "text":
+            where = "" if selection.step is None else f" of step {selection.step}"
+            console.print(f"no conversation{where} failed", highlight=False)
+        return
+    steps = f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
+    raise RunError(
+        f"no conversation in {recorded.path} matches{steps}; `turnwise show {run}` prints a summary of the run"
+    )
 
 
 def _show_evaluation(console: Console, run: Path, models: Sequence[Path], selection: Selection) -> bool:
