@@ -147,7 +147,7 @@ def test_workers_get_the_directory_of_the_command_with_helpers_and_say_what_thei
     words = [word for word in words if word != "cluster.workers.count=2"] + ["train.steps=1", "limits.turns=2"]
     command = [sys.executable, "-m", "turnwise", "train", str(recipe), *words]
     done = subprocess.run(
-        [*command, f"output={tmp_path / 'run'}"], cwd=project, capture_output=True, text=True, timeout=300, check=False
+        [*command, f"output={tmp_path / 'run'}"], cwd=project, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text("utf-8").splitlines()]
@@ -165,7 +165,7 @@ def test_workers_get_the_directory_of_the_command_with_helpers_and_say_what_thei
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -311,7 +311,7 @@ def test_a_training_from_outside_of_the_cluster_is_that_of_one_process(
             "cluster.workers.count=2",
             "cluster.workers.resources={tools: 1}",
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert died.exists()  # and the command has connected again
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     trajectories, metrics = (

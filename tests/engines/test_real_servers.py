@@ -94,6 +94,10 @@ def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="vLLM has an fp8 KV cache only on CPUs with AVX-512 or AMX",
+)
 def test_what_a_quantized_server_samples_is_corrected(tmp_path: Path) -> None:
     engine = {"name": "vllm", "python": str(engine_env.python("vllm")), "memory_gb": 0.1}
     recipe = save_recipe(

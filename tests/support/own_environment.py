@@ -61,7 +61,7 @@ def _problem(python: Path, module: str) -> str | None:
 def run_tests(python: str, file: Path) -> None:
     """Run the tests of a file with the Python of another environment, where its packages come before those of this one.
 
-    Raises AssertionError if a test failed or was skipped."""
+    Raises AssertionError if a test failed or was skipped for another reason than that this machine runs no containers."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
     # inspect_ai leaves streams of anyio to the garbage collector when a sample is cancelled
     streams = "ignore:Exception ignored in. <function MemoryObject:pytest.PytestUnraisableExceptionWarning"
@@ -80,4 +80,5 @@ def run_tests(python: str, file: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
-    assert "SKIPPED" not in ran.stdout, ran.stdout[-1000:]
+    skipped = [line for line in ran.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("tests/support/real_containers.py" in line for line in skipped), ran.stdout[-1000:]
