@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from turnwise.assembly.engines import model_facts
 from turnwise.chat.renderer import Renderer
@@ -17,7 +19,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, DataError, TemplateError
-from turnwise.local_paths import hub_directory, looks_like_path, offline_without_network
+from turnwise.local_paths import hub_directory, looks_like_path, offline_without_network, share_weights
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.schema import Config, QuantizationSection
 from turnwise.user_code.references import resolve
@@ -245,3 +247,12 @@ def test_servers_get_the_directory_of_a_model_of_the_hub(
     (snapshot / weights).touch()
     assert model_facts(config) == {"vocab_size": 77}
     assert hub_directory("someone/some-model", weights=True) == snapshot
+
+
+def test_weights_can_be_read_by_whoever_reads_the_other_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    for name in ("model.safetensors", "other.safetensors"):
+        save_file({"w": torch.zeros(1)}, tmp_path / name)
+    share_weights(tmp_path / "model.safetensors")
+    share_weights(tmp_path)
+    assert len({file.stat().st_mode for file in tmp_path.glob("*.*") if file.suffix in (".json", ".safetensors")}) == 1

@@ -232,3 +232,15 @@ def saved_policy(model: str | Path, name: str) -> Path:
 def has_all_weights(folder: Path) -> bool:
     """Whether a model directory has the weights of a model, and not only those of an adapter."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+
+
+def share_weights(place: Path) -> None:
+    """Let the safetensors file at a place, or those of a directory, be read by whoever may read other new files of this process.
+
+    safetensors 0.8 makes files that only their owner can read, whatever the umask says (its issue 782): a server that runs as
+    another user would not find the weights of a checkpoint.
+    """
+    found = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    mode = 0o666 & ~int(found[1], 8) if found else 0o644
+    for file in [place] if place.is_file() else place.glob("*.safetensors"):
+        file.chmod(file.stat().st_mode | mode)

@@ -39,6 +39,7 @@ def test_runs_are_all_combinations_and_their_names_say_which() -> None:
     assert runs["lr=1e-5,seed=0"] == ["train.lr=1e-5", "seed=0"]
     one, other = run_name(["model.path=a/b"]), run_name(["model.path=a-b"])
     assert (other, one.startswith("path=a-b-")) == ("path=a-b", True)  # two values have two directories
+    assert run_name(["credit.name=rloo", "loss.name=gspo", "seed=1"]) == "credit.name=rloo,loss.name=gspo,seed=1"
     with pytest.raises(ConfigError, match=r"train.lr=1e-6..1e-4 is a range: give values with commas, or let optuna"):
         combinations({"train.lr": ["1e-6..1e-4"]})
 

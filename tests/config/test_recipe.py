@@ -262,7 +262,10 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
         ),
         ("credit.name=ppo", "credit.name: there is no credit 'ppo'; there are: auto, grpo, rloo, turn_return,"),
         ("train.betas=[0.9]", "train.betas"),
-        ("model.path=null", "model.path: input should be a valid string; got None"),
+        (
+            "model.path=null",
+            "model.path: input should be a valid string; got null (an option that is left out has its default)",
+        ),
         ("train=null", "train: input should be a valid dictionary"),
         ("engine=null", "engine must be a mapping of options, such as {name: local}; got None"),
         ("engine=[1]", "engine must be a mapping of options, such as {name: local}; got [1]"),

@@ -74,6 +74,25 @@ def test_failures_are_told_at_the_end_of_a_run_that_is_shorter_than_the_window()
     assert names(HealthMonitors(made(train={"steps": 4})), bad, bad, bad) == [[], [], []]
 
 
+@pytest.mark.parametrize(
+    ("stop", "limit"),
+    [("length", "tokens_per_turn=24"), ("max_tokens", "tokens=70"), ("max_response", "response_tokens=80")],
+)
+def test_many_answers_that_are_cut_are_told_with_the_limit_that_cuts_most(stop: str, limit: str) -> None:
+    config = made(
+        limits={"tokens_per_turn": 24, "tokens": 70, "response_tokens": 80}, train={"steps": 3}, output="runs/x"
+    )
+    few, many = {"stop/done": 0.75, f"stop/{stop}": 0.25}, {"stop/length": 0.125, f"stop/{stop}": 0.5}
+    assert names(HealthMonitors(config), few, few, few) == [[], [], []]
+    monitors = HealthMonitors(config)
+    assert names(monitors, few, many) == [[], []]
+    (finding,) = monitors.findings({"step": 3, **many}, [])
+    value = {"length": "0.417"}.get(stop, "0.5")
+    assert f"middle of an answer is {value}, most of them cut by limits.{limit} (mean of steps 1 to 3" in finding.text
+    assert f"`turnwise show runs/x --metric stop/{stop}`" in finding.text
+    assert names(HealthMonitors(made(train={"steps": 1}, health={"cut": None})), many) == [[]]
+
+
 def test_a_slow_rank_is_named_with_its_machine() -> None:
     monitors = HealthMonitors(made(health={"window": 1}))
     (finding,) = monitors.findings({"step": 1, "ranks/slowest": 9.5, "ranks/slowest_rank": 3}, [], "gpu-node-4")

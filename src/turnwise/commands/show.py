@@ -463,6 +463,7 @@ def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
     for group in group_failures(failed)[:5]:
         yield Text(f"  {_failure(group)}", style="red")
     if failed:
+        yield Text("  failed conversations are in no mean, and are not trained on", style="dim")
         yield Text(f"  the latest failure: turnwise show {run}{held_out} --id {failed[-1][1]}", style="dim")
     if last:
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")

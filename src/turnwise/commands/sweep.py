@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,8 +164,12 @@ def combinations(varied: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def run_name(words: Sequence[str]) -> str:
-    """The name of a run's directory: `lr=1e-6,seed=0`. Names that are long, or would lose characters, end with a checksum."""
-    text = ",".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words)
+    """The name of a run's directory: `lr=1e-6,seed=0`, or `credit.name=rloo,loss.name=gspo` where keys have the same last part.
+    Names that are long, or would lose characters, end with a checksum."""
+    pairs = _pairs(words)
+    last = Counter(key.rpartition(".")[2] for key, _ in pairs)
+    short = {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key, _ in pairs}
+    text = ",".join(f"{short[key]}={value}" for key, value in pairs)
     name = re.sub(r"[^\w.,=+-]", "-", text)[:100]
     return name if name == text else f"{name}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
 

@@ -753,8 +753,9 @@ def _explain(error: ValidationError, source: str) -> str:
             example = f"{{name: {next(iter(_NAMED[key.rpartition('.')[2]]))}}}"
             lines.append(f"{key} must be a mapping of options, such as {example}; got {problem['input']!r:.200}")
         else:
-            said = problem["msg"]
-            lines.append(f"{key}: {said[:1].lower()}{said[1:]}; got {problem['input']!r:.200}")
+            said, value = problem["msg"], problem["input"]
+            got = "got null (an option that is left out has its default)" if value is None else f"got {value!r:.200}"
+            lines.append(f"{key}: {said[:1].lower()}{said[1:]}; {got}")
     return f"{source}: " + "\n".join(lines)
 
 
@@ -773,7 +774,7 @@ def _unknown(location: Sequence[Any], path: Sequence[Any], value: Any) -> str:
     if section is not None and others:
         return (
             f"{key} has no effect with {parents}.name={name_of(section)}: it is an option of another {parents} "
-            f"({', '.join(others)})"
+            f"({', '.join(others)})" + ("; null is refused too: leave it out" if value is None else "")
         )
     here = called_here(name, value=value, section=parents, options=frozenset(names))
     elsewhere = "" if here else _in_other_sections(name)

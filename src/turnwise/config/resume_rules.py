@@ -141,7 +141,7 @@ RULES: Mapping[str, Rule] = {
         "free",
         "health.",
         "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation teacher_gap teacher_growth "
-        "failed slow_rank",
+        "failed cut slow_rank",
     ),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),

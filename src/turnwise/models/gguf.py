@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import share_weights
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def _convert(file: Path, folder: Path, dtype: str) -> None:
                     delattr(model.config, name)
             model.hf_quantizer, model.is_quantized = None, False
             model.save_pretrained(folder)
+            share_weights(folder)
             tokenizer.save_pretrained(folder)
     except Failed as failed:
         raise ConfigError(

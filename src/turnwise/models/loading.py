@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import refuse_other_than_model, unreadable
+from turnwise.local_paths import refuse_other_than_model, share_weights, unreadable
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.device import device_name, gpu_memory, why_no_gpu
 from turnwise.models.lora import (
@@ -344,6 +344,7 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | N
         save_adapter(model, folder, weights)
     else:
         model.save_pretrained(folder, state_dict=weights)
+        share_weights(folder)
     _keep_dropped_keys(model, folder)
 
 

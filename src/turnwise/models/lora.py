@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.library_messages import silence_libraries
-from turnwise.local_paths import POLICIES, has_all_weights
+from turnwise.local_paths import POLICIES, has_all_weights, share_weights
 from turnwise.options.algorithm import LoraSection
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -121,6 +121,7 @@ def save_adapter(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] |
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or adapter_weights(model)).items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    share_weights(folder / WEIGHTS_FILE)
     config = copy.deepcopy(model.peft_config[_NAME])
     config.base_model_name_or_path = _absolute(model.name_or_path)
     config.inference_mode = True

@@ -368,6 +368,7 @@ Monitor = Literal[
     "teacher_gap",
     "teacher_growth",
     "failed",
+    "cut",
     "slow_rank",
     "constant_reward",
 ]
@@ -402,6 +403,8 @@ class HealthSection(Section):
     """Largest `teacher/divergence`, as a multiple of the first steps."""
     failed: Share | None = 0.2
     """Most `failed`."""
+    cut: Share | None = 0.25
+    """Most conversations that a limit ends in the middle of an answer (`stop/length`, `stop/max_tokens`, `stop/max_response`)."""
     slow_rank: Annotated[float, Field(gt=1)] | None = 3.0
     """Largest `ranks/slowest`."""
     constant_reward: Positive | None = 3

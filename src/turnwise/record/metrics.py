@@ -218,7 +218,7 @@ def template_mismatches(trajectories: Sequence[Trajectory]) -> str | None:
     )
 
 
-_CUT = {
+CUT = {
     Stop.LENGTH: "tokens_per_turn",
     Stop.MAX_TOKENS: "tokens",
     Stop.MAX_RESPONSE: "response_tokens",
@@ -232,11 +232,11 @@ def cut_answers(trajectories: Sequence[Trajectory], limits: object, *, least: fl
     `limits` are those of the recipe.
     """
     finished = [trajectory for trajectory in trajectories if not trajectory.failed]
-    stops = [trajectory.stop for trajectory in finished if trajectory.stop in _CUT]
+    stops = [trajectory.stop for trajectory in finished if trajectory.stop in CUT]
     if not stops or len(stops) < least * len(finished):
         return None
-    stop = max(_CUT, key=stops.count)
-    name = _CUT[stop]
+    stop = max(CUT, key=stops.count)
+    name = CUT[stop]
     many = f"all {len(finished)}" if len(stops) == len(finished) else f"{len(stops)} of {len(finished)}"
     return (
         f"{many} conversations ended in the middle of an answer (stop/{stop} {stops.count(stop) / len(finished):.2g}), cut "

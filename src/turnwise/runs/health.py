@@ -18,7 +18,7 @@ from typing import Any
 
 from turnwise.options.schema import Config
 from turnwise.options.section import Use
-from turnwise.record.metrics import cut_answers, lowest_correlation
+from turnwise.record.metrics import CUT, cut_answers, lowest_correlation
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Trajectory
@@ -145,11 +145,19 @@ class HealthMonitors:
         slowest rank."""
         self._add(line)
         if len(self._latest) < self.config.health.window:
-            ends = line["step"] == self.config.train.total_steps
-            early = [self._compare(limit, groups, slowest) for limit in _LIMITS if ends and limit.counts_early]
-            return [finding for finding in early if finding is not None]
+            if line["step"] != self.config.train.total_steps:
+                return []
+            early = [self._compare(limit, groups, slowest) for limit in _LIMITS if limit.counts_early]
+            return [finding for finding in (*early, self._cut()) if finding is not None]
         found = [self._compare(limit, groups, slowest) for limit in _LIMITS]
-        found += [self._tool_use(), self._entropy(), self._length(), self._teacher_gap(), self._teacher_growth()]
+        found += [
+            self._cut(),
+            self._tool_use(),
+            self._entropy(),
+            self._length(),
+            self._teacher_gap(),
+            self._teacher_growth(),
+        ]
         return [finding for finding in found if finding is not None]
 
     def _add(self, line: Line) -> None:
@@ -176,6 +184,25 @@ class HealthMonitors:
                 f"In this step, it is trainer rank {self._latest[-1].get('ranks/slowest_rank')} on {slowest}. {advice}"
             )
         return self._finding(limit.name, limit.metric, f"{limit.meaning} is {value:.3g}", bound, advice)
+
+    def _cut(self) -> RunProblem | None:
+        """Many answers are cut by a limit. Without this warning, an environment seems to be silent: it is not shown them."""
+        bound = self.config.health.cut
+        shares = {
+            stop: _mean(self._latest, lambda line, stop=stop: line.get(f"stop/{stop}", 0.0)) or 0.0 for stop in CUT
+        }
+        value, most = sum(shares.values()), max(CUT, key=lambda stop: shares[stop])
+        if bound is None or value <= bound:
+            return None
+        limit = f"limits.{CUT[most]}={getattr(self.config.limits, CUT[most])}"
+        return self._finding(
+            "cut",
+            f"stop/{most}",
+            f"the share of conversations that ended in the middle of an answer is {value:.3g}, most of them cut by {limit}",
+            bound,
+            "The environment is not shown a cut answer (only with SamplingChange(answers_cut=True), or in final_reply), and "
+            "reward functions see it incomplete: raise the limit, or see with `turnwise doctor` whether the model ends its turns",
+        )
 
     def _tool_use(self) -> RunProblem | None:
         bound = self.config.health.tool_use
@@ -314,9 +341,11 @@ class LearningWatch:
         """Problems of the run after a step that were not reported before. `metrics` are the step's metrics, `slowest` is the
         machine of the slowest rank."""
         found = self._of_step(metrics, groups)
-        told = any(finding.name == "constant_reward" for finding in found)  # it names many failures, too
+        told = {finding.name for finding in found}
+        if "constant_reward" in told:
+            told.add("failed")  # it names many failures, too
         monitored = self._monitors.findings(metrics, groups, slowest)
-        found += [finding for finding in monitored if not (told and finding.name == "failed")]
+        found += [finding for finding in monitored if finding.name not in told]
         new = [finding for finding in found if (finding.name, finding.policy) not in self._reported]
         self._reported |= {(finding.name, finding.policy) for finding in new}
         return new

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import share_weights
 from turnwise.models.precision import autocast
 from turnwise.models.transfer import Measured
 from turnwise.training.batch import MicroBatch
@@ -96,6 +97,7 @@ def trained_parameters(model: Any, head: torch.nn.Linear) -> dict[str, torch.nn.
 def save_head(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the weights of a value head into the directory of a critic."""
     save_file({name: tensor.detach().cpu() for name, tensor in weights.items()}, folder / HEAD_FILE)
+    share_weights(folder / HEAD_FILE)
 
 
 def save_critic(folder: Path, *, save_body: Callable[[Path], None], head: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from turnwise.errors import RunError
-from turnwise.local_paths import WEIGHTS_IN_PARTS
+from turnwise.local_paths import WEIGHTS_IN_PARTS, share_weights
 from turnwise.models.loading import conversion_names, file_weights, model_without_weights, save_model
 from turnwise.training.checkpoint import CRITIC, MODEL, UNWRITABLE, replace_sums
 from turnwise.training.fingerprint import flush, sync_file
@@ -130,6 +130,7 @@ class _Files:
     def _write(self) -> None:
         path = self._folder / f"writing-{len(self._written):05d}.safetensors"
         save_file(self._waiting, path, metadata={"format": "pt"})
+        share_weights(path)
         self._written.append((path, list(self._waiting)))
         self._size += sum(tensor.nbytes for tensor in self._waiting.values())
         self._parameters += sum(tensor.numel() for tensor in self._waiting.values())
