@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,17 +36,18 @@ def interpreter(name: str, requirement: str, module: str, *, base: str = sys.exe
     once interrupted. Skips the test if it cannot be made."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
-    if python.exists() and _problem(python, module) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-    if not python.exists():
-        for command in (
-            [base, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
-        ):
-            made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-            if made.returncode:
-                shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
-                pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
+    problem = _problem(python, module) if python.exists() else "it does not exist"
+    if problem is None:  # asked once: importing takes seconds
+        return str(python)
+    shutil.rmtree(folder, ignore_errors=True)
+    for command in (
+        [base, "-m", "venv", str(folder)],
+        [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
+    ):
+        made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        if made.returncode:
+            shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
+            pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
     if (problem := _problem(python, module)) is not None:
         pytest.skip(f"{folder} has no {module}: {problem}")
     return str(python)
@@ -58,14 +60,15 @@ def _problem(python: Path, module: str) -> str | None:
     return found.stderr[-500:] if found.returncode else None
 
 
-def run_tests(python: str, file: Path) -> None:
-    """Run the tests of a file with the Python of another environment, where its packages come before those of this one.
+def run_tests(python: str, files: Sequence[Path], chosen: str) -> None:
+    """Run the tests of `files` whose names fit `chosen` (pytest's `-k`), in one process with the Python of another environment,
+    where its packages come before those of this one: a process imports torch, transformers and the library for 10 seconds.
 
     Raises AssertionError if a test failed or was skipped for another reason than that this machine runs no containers."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
     # inspect_ai leaves streams of anyio to the garbage collector when a sample is cancelled
     streams = "ignore:Exception ignored in. <function MemoryObject:pytest.PytestUnraisableExceptionWarning"
-    words = [str(file), "-q", "-rs", "-p", "no:cacheprovider", "-o", f"filterwarnings=error\n{streams}"]
+    words = [*map(str, files), "-k", chosen, "-q", "-rs", "-p", "no:cacheprovider", "-o", f"filterwarnings=error\n{streams}"]
     code = (
         f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r}); import pytest; "
         f"sys.exit(pytest.main({words!r}))"

@@ -1,7 +1,7 @@
 """What is wrong in a library's environment is told, and costs its conversation only: one table of faults for all providers.
 
-The environments are classes of the libraries. A library that is not installed here has no rows; `test_seam.py` runs this file
-with the Python of the environments that have it."""
+The environments are classes of the libraries. A library that is not installed here has no rows; `test_seam.py` runs them with
+the Python of the environment that has it."""
 
 from __future__ import annotations
 

@@ -146,23 +146,24 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "requirement", "module", "tests"),
+    ("environment", "requirement", "module", "tests", "faults"),
     [
         # its classic environments need other versions of packages that the tests of turnwise use
-        ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_verifiers.py"),
-        ("verifiers", "verifiers==0.4.0", "verifiers.v1", "test_verifiers_v1.py"),
-        ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_inspect.py"),
-        ("openenv", "openenv-core==0.3.0", "openenv.core", "test_openenv.py"),
-        ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_bad_input.py"),
-        ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_bad_input.py"),
-        ("openenv", "openenv-core==0.3.0", "openenv.core", "test_bad_input.py"),
-        ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py"),
-        ("alfworld", "alfworld==0.4.2", "alfworld.agents.environment.alfred_tw_env", "test_alfworld.py"),
-        ("alfworld", "alfworld==0.4.2", "textworld", "test_bad_input.py"),
-        ("verifiers", "verifiers==0.4.0", "verifiers.v1", "test_bad_input.py"),
+        ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_verifiers.py", "verifiers"),
+        ("verifiers", "verifiers==0.4.0", "verifiers.v1", "test_verifiers_v1.py", "verifiers_v1"),
+        ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_inspect.py", "inspect"),
+        ("openenv", "openenv-core==0.3.0", "openenv.core", "test_openenv.py", "openenv"),
+        ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py", "textworld"),
+        ("alfworld", "alfworld==0.4.2", "alfworld.agents.environment.alfred_tw_env", "test_alfworld.py", "alfworld"),
     ],
 )
 def test_a_library_is_tested_in_an_environment_of_its_own(
-    environment: str, requirement: str, module: str, tests: str
+    environment: str, requirement: str, module: str, tests: str, faults: str
 ) -> None:
-    run_tests(interpreter(environment, requirement, module), Path(__file__).parent / tests)
+    """Its tests, and its rows of the table of faults; the rows of other libraries are those of the quick tests."""
+    here = Path(__file__).parent
+    run_tests(
+        interpreter(environment, requirement, module),
+        [here / tests, here / "test_bad_input.py"],
+        f"{tests} or {faults}-",
+    )

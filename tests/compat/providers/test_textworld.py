@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,9 @@ def own_game(file: str, commands: list[str] | None) -> tuple[list[str], float]:
     return commands, score / highest
 
 
-def played(config: Config, commands: list[str], row: int) -> tuple[Trajectory, str]:
-    environments = assembly.environment_factory(config)
-    source = environments._shared[-1]
-    rows = assembly.rows(config, limit=row + 1)
-    trajectory = hold(Says(*commands, *["look"] * 40), environments, row=rows[row], limits=LIMITS)
-    kept = Path(source.game_file(rows[row]))  # type: ignore[union-attr]
-    copy = kept.with_name(f"copy-{kept.name}")
-    for ending in (".z8", ".json"):
-        shutil.copy(kept.with_suffix(ending), copy.with_suffix(ending))
-    return trajectory, str(copy)
+def played(config: Config, commands: list[str], row: int) -> Trajectory:
+    chosen = assembly.rows(config, limit=row + 1)[row]
+    return hold(Says(*commands, *["look"] * 40), assembly.environment_factory(config), row=chosen, limits=LIMITS)
 
 
 @pytest.mark.parametrize(("name", "arguments", "seed"), GAMES)
@@ -71,9 +63,10 @@ def test_a_game_that_is_won_has_the_score_of_the_librarys_own_loop(
     name: str, arguments: dict[str, Any], seed: int
 ) -> None:
     config = recipe(name, arguments=arguments)
-    _, file = played(config, [], seed)
-    commands, expected = own_game(file, None)
-    trajectory, _ = played(config, commands, seed)
+    environments, row = assembly.environment_factory(config), assembly.rows(config, limit=seed + 1)[seed]
+    # the game is made once: this is the most of what takes time here
+    commands, expected = own_game(environments._shared[-1].game_file(row), None)  # type: ignore[union-attr]
+    trajectory = hold(Says(*commands, *["look"] * 40), environments, row=row, limits=LIMITS)
     assert trajectory.error is None, trajectory.error
     assert trajectory.stop == "done"
     assert sum(turn.reward for turn in trajectory.turns) == pytest.approx(expected) == pytest.approx(1.0)
@@ -83,7 +76,7 @@ def test_a_game_that_is_won_has_the_score_of_the_librarys_own_loop(
 
 def test_the_text_is_that_of_the_game_and_commands_are_listed_if_asked_for() -> None:
     config = recipe("tw-coin_collector", arguments={"level": 2}, admissible_commands=True)
-    trajectory, _ = played(config, ["dance", "look"], 0)
+    trajectory = played(config, ["dance", "look"], 0)
     first, _, second = (message["content"] for message in trajectory.messages[:3])
     assert "Commands: go " in first
     assert first.endswith("such as: go east")
@@ -101,7 +94,7 @@ def test_the_interpreter_gets_no_command_that_hangs_it_or_touches_files(
     config = recipe("tw-coin_collector", arguments={"level": 1}, admissible_commands=True)
     monkeypatch.chdir(tmp_path)  # the interpreter's files would be here
     hostile = ["save", "\\\\c", "\0abc", "look. Script x", "transcripts", "restore"]
-    trajectory, _ = played(config, [*hostile, "take coin"], 0)
+    trajectory = played(config, [*hostile, "take coin"], 0)
     assert trajectory.error is None, trajectory.error
     assert ["refused" in turn.info for turn in trajectory.turns] == [True] * 6 + [False]
     assert trajectory.messages[2]["content"].startswith("That's not a verb I recognise.\n\nCommands: ")
