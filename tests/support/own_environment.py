@@ -68,7 +68,17 @@ def run_tests(python: str, files: Sequence[Path], chosen: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
     # inspect_ai leaves streams of anyio to the garbage collector when a sample is cancelled
     streams = "ignore:Exception ignored in. <function MemoryObject:pytest.PytestUnraisableExceptionWarning"
-    words = [*map(str, files), "-k", chosen, "-q", "-rs", "-p", "no:cacheprovider", "-o", f"filterwarnings=error\n{streams}"]
+    words = [
+        *map(str, files),
+        "-k",
+        chosen,
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        f"filterwarnings=error\n{streams}",
+    ]
     code = (
         f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r}); import pytest; "
         f"sys.exit(pytest.main({words!r}))"
