@@ -8,7 +8,6 @@ import json
 import math
 import resource
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -349,15 +348,11 @@ def test_kill_minus_nine_at_odd_moments_changes_no_bit(recipe: Path, tmp_path: P
     if family != "dense":  # recurrent states, which are not in a checkpoint
         options += [f"model.path={save_hybrid(tmp_path / 'hybrid', family)}"]
         moments = moments[1:2]
-    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}")
+    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}", fresh=True)
     assert straight.wait() == 0, straight.log.read_text()
     killed = tmp_path / "killed"
     for count, delay in moments:
-        started = Started(recipe, *options, f"output={killed}")
-        started.wait_for_steps(killed / "metrics.jsonl", count)
-        time.sleep(delay)
-        started.process.kill()
-        started.wait()
+        Started(recipe, *options, f"output={killed}").kill_after_steps(killed / "metrics.jsonl", count, delay)
     last = Started(recipe, *options, f"output={killed}")
     assert last.wait() == 0, last.log.read_text()
     expected = timeless(lines(tmp_path / "straight" / "metrics.jsonl"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.forked import Forked
 from support.recipes import save_recipe
 from support.tiny import save_model
 from turnwise.commands.command import Stops
@@ -59,14 +60,19 @@ def recipe(tmp_path: Path) -> Path:
     )
 
 
-def start(recipe: Path, *overrides: str, stdout: Any = None) -> subprocess.Popen[str]:
+def start(recipe: Path, *overrides: str) -> Forked:
+    with recipe.with_name("log.txt").open("w") as log:
+        return Forked(["train", str(recipe), *overrides], stdout=log)
+
+
+def start_fresh(recipe: Path, *overrides: str, stdout: Any = None) -> subprocess.Popen[str]:
+    """Where the end of the interpreter is the subject."""
     command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
-    log = recipe.with_name("log.txt").open("w")
-    with log:
+    with recipe.with_name("log.txt").open("w") as log:
         return subprocess.Popen(command, stdout=stdout or log, stderr=log, text=True)
 
 
-def wait_for_steps(process: subprocess.Popen[str], recipe: Path, count: int) -> None:
+def wait_for_steps(process: Forked, recipe: Path, count: int) -> None:
     metrics, deadline = recipe.with_name("run") / "metrics.jsonl", time.monotonic() + 240
     while not metrics.exists() or metrics.read_text().count("\n") < count:
         assert process.poll() is None, recipe.with_name("log.txt").read_text()
@@ -105,7 +111,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
-    started = start(recipe, "train.steps=3", stdout=subprocess.PIPE)
+    started = start_fresh(recipe, "train.steps=3", stdout=subprocess.PIPE)
     assert started.stdout is not None
     started.stdout.close()
     assert started.wait(timeout=240) == 0, recipe.with_name("log.txt").read_text()
@@ -114,7 +120,7 @@ def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
     assert "BrokenPipe" not in recipe.with_name("log.txt").read_text()
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], recipe: Path) -> None:
+def wait_for(path: Path, process: Forked | subprocess.Popen[str], recipe: Path) -> None:
     deadline = time.monotonic() + 240
     while not path.exists():
         assert process.poll() is None, recipe.with_name("log.txt").read_text()
@@ -229,7 +235,7 @@ def test_ctrl_c_while_the_interpreter_exits_prints_no_traceback(
         recipe.with_name("user.py").write_text(
             recipe.with_name("user.py").read_text().replace("sleep(3)", "threading.main_thread().join(); sleep(3)")
         )
-    started = start(recipe, "train.steps=1")
+    started = start_fresh(recipe, "train.steps=1")
     exiting = recipe.with_name("exiting")
     wait_for(exiting, started, recipe)
     if "Thread" in how:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -469,15 +468,11 @@ def test_kill_minus_nine_of_a_run_of_two_policies_changes_no_bit(recipe: Path, t
         "train.steps=7",
         "resume=auto",
     ]
-    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}")
+    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}", fresh=True)
     assert straight.wait() == 0, straight.log.read_text()
     killed = tmp_path / "killed"
     for count, delay in ((1, 0.0), (3, 0.13), (5, 0.02)):
-        started = Started(recipe, *options, f"output={killed}")
-        started.wait_for_steps(killed / "metrics.jsonl", count)
-        time.sleep(delay)
-        started.process.kill()
-        started.wait()
+        Started(recipe, *options, f"output={killed}").kill_after_steps(killed / "metrics.jsonl", count, delay)
     last = Started(recipe, *options, f"output={killed}")
     assert last.wait() == 0, last.log.read_text()
     for name in ("trajectories.jsonl", "metrics.jsonl", "evaluations.jsonl"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from support.conversations import a_row
 from support.recipes import PLACES, save_recipe
 from support.servers import Answer, Server, serving
 from support.tiny import save_rows
-from support.training import overlap_surely, train_silently
+from support.training import Started, overlap_surely, train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
@@ -158,26 +156,6 @@ def test_failed_groups_are_replaced(recipe: Path) -> None:
             assert sum(row % 2 == 0 for row in rows) == 2
 
 
-class Started:
-    """The command line in a process of its own."""
-
-    def __init__(self, recipe: Path, *overrides: str) -> None:
-        self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
-        command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def kill_after_steps(self, path: Path, count: int, delay: float) -> None:
-        deadline = time.monotonic() + 180
-        while not path.exists() or path.read_text().count("\n") < count:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(delay)
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.mark.slow
 def test_kill_minus_nine_loses_no_row_and_counts_none_twice(recipe: Path, tmp_path: Path) -> None:
     options = [
@@ -187,7 +165,7 @@ def test_kill_minus_nine_loses_no_row_and_counts_none_twice(recipe: Path, tmp_pa
     for count, delay in ((1, 0.0), (5, 0.11), (9, 0.02)):
         Started(recipe, *options).kill_after_steps(metrics, count, delay)
     last = Started(recipe, *options)
-    assert last.process.wait(timeout=300) == 0, last.log.read_text()
+    assert last.wait() == 0, last.log.read_text()
     assert [line["step"] for line in lines(metrics)] == list(range(1, 13))
     assert all(line["staleness/max"] <= 3 for line in lines(metrics))
     trajectories = lines(tmp_path / "run" / "trajectories.jsonl")

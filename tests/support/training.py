@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from support.forked import Forked
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from turnwise.config.recipe import load
@@ -83,13 +84,20 @@ def overlap_surely(run: TrainingRun, seconds: float = 60.0) -> None:
 
 
 class Started:
-    """The command line in a process of its own; what it prints goes to a file."""
+    """`turnwise train` in a process of its own; what it prints goes to a file. `fresh`: not forked from one that other tests use,
+    so that it has other hashes of strings and imports what it needs."""
 
-    def __init__(self, recipe: Path, *overrides: str) -> None:
+    def __init__(self, recipe: Path, *overrides: str, fresh: bool = False) -> None:
         self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
-        command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
+        words = ["train", str(recipe), *overrides]
+        self.process: subprocess.Popen[bytes] | Forked
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            if fresh:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "turnwise.cli", *words], stdout=log, stderr=subprocess.STDOUT
+                )
+            else:
+                self.process = Forked(words, stdout=log)
 
     def wait(self) -> int:
         return self.process.wait(timeout=300)
@@ -100,3 +108,10 @@ class Started:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def kill_after_steps(self, path: Path, count: int, delay: float) -> None:
+        """`kill -9` when `path` has `count` lines, and `delay` seconds later."""
+        self.wait_for_steps(path, count)
+        time.sleep(delay)
+        self.process.kill()
+        self.wait()

@@ -1,0 +1,164 @@
+"""The command line in processes that have imported everything already: they are forked from one that does nothing else.
+
+A process that imports torch and transformers needs seconds for that, and tests that kill, stop and resume runs start many. Where
+the start itself is tested, use `subprocess`. Nothing is computed in the process that is forked, so it has one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+
+class Forked:
+    """`turnwise WORDS` in a process of its own. As a `subprocess.Popen`: `pid`, `poll`, `wait`, `send_signal`, `kill`.
+
+    Args:
+        words: What follows `turnwise`, such as `["train", "recipe.yaml"]`.
+        stdout: The file that takes what the process prints.
+        stderr: The same for its messages; None: `stdout`.
+        environment: Variables to be set besides those of this process.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        stdout: IO[Any] | int,
+        stderr: IO[Any] | int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._ended, status = os.pipe()
+        out = stdout if isinstance(stdout, int) else stdout.fileno()
+        error = out if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
+        asked = {
+            "words": list(map(str, words)),
+            "folder": os.getcwd(),
+            "environment": {**os.environ, **(environment or {})},
+        }
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.connect(_server())
+            text = json.dumps(asked).encode()
+            socket.send_fds(server, [len(text).to_bytes(8, "big")], [out, error, status])
+            server.sendall(text)
+            os.close(status)
+            self.pid = int.from_bytes(_read(server, 8), "big")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status; None while the process runs. -N if signal N ended it."""
+        return self._status(0)
+
+    def wait(self, timeout: float = 300.0) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        if (status := self._status(timeout)) is None:
+            raise subprocess.TimeoutExpired("turnwise", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _status(self, timeout: float) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            self.returncode = os.waitstatus_to_exitcode(int.from_bytes(os.read(self._ended, 8), "big"))
+            os.close(self._ended)
+        return self.returncode
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        assert part, "the process that is forked has ended"
+        found += part
+    return found
+
+
+@cache
+def _server() -> str:
+    """The address of this process's server, which is started by the first call."""
+    address = f"\0turnwise-forked-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(address)
+        listening.listen()
+        process = subprocess.Popen([sys.executable, __file__, str(listening.fileno())], pass_fds=[listening.fileno()])
+    atexit.register(process.kill)
+    return address
+
+
+def _serve(number: int) -> None:
+    """Fork a process for each request, and one that waits for its end and writes its status to the request's pipe."""
+    import gc
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
+
+    import turnwise.cli
+    import turnwise.commands.train
+    import turnwise.train  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for a process are waited for by nobody
+    with socket.socket(fileno=number) as listening:
+        while True:
+            connection, _ = listening.accept()
+            length, files, _, _ = socket.recv_fds(connection, 8, 3)
+            asked = json.loads(_read(connection, int.from_bytes(length, "big")))
+            if os.fork() == 0:
+                listening.close()
+                _watch(connection, files, asked)
+            for file in files:
+                os.close(file)
+            connection.close()
+
+
+def _watch(connection: socket.socket, files: Sequence[int], asked: dict[str, Any]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    out, error, status = files
+    if (pid := os.fork()) == 0:
+        connection.close()
+        os.close(status)
+        os.dup2(out, 1)
+        os.dup2(error, 2)
+        for file in {out, error} - {1, 2}:
+            os.close(file)
+        _run(asked)
+    connection.sendall(pid.to_bytes(8, "big"))
+    connection.close()
+    os.close(out)
+    os.close(error)
+    _, ended = os.waitpid(pid, 0)
+    os.write(status, ended.to_bytes(8, "big"))
+    os._exit(0)
+
+
+def _run(asked: dict[str, Any]) -> None:
+    """What `python -m turnwise.cli` does."""
+    from turnwise.cli import program
+
+    os.chdir(asked["folder"])
+    sys.path[0] = asked["folder"]
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = ["turnwise", *asked["words"]]
+    raise SystemExit(program())
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2] / "src")
+    _serve(int(sys.argv[1]))
