@@ -31,8 +31,9 @@ from turnwise.doctor.fit import (
     learning_rate,
     starter,
     starter_lines,
+    starter_recipe,
 )
-from turnwise.doctor.memory import read_model_config
+from turnwise.doctor.memory import phases, read_model_config, workload_of
 from turnwise.doctor.what_fits import fit_check
 from turnwise.starter import write_project
 
@@ -59,13 +60,14 @@ def rows_of(size: str) -> Iterator[str]:
             if found.plan is not None:
                 check_recipe(Path(folder) / str(gib), model, found, float(gib))
             others = starter(model, model_config, float(gib), ways=[OFFLOADED])
-            yield f"| {size} | {gib} | {' | '.join([*cells(found), offloaded(found, others)])} |"
+            last = offloaded(found, others, model_config, gib)
+            yield f"| {size} | {gib} | {' | '.join([*cells(found, model_config, gib), last])} |"
 
 
 def check_recipe(folder: Path, model: str, found: Starter, gib: float) -> Any:
     """The recipe that `turnwise init` writes, after the checks of `turnwise train` and of `turnwise doctor --recipe`."""
     assert found.plan is not None
-    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib, peak=found.plan.gib))
+    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib))
     recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     check = fit_check(recipe, model, section="train", memory_gb=gib)
@@ -74,7 +76,15 @@ def check_recipe(folder: Path, model: str, found: Starter, gib: float) -> Any:
     return recipe
 
 
-def cells(found: Starter) -> Sequence[str]:
+def update_gib(found: Starter, model_config: Any, gib: float) -> float:
+    """The peak of an update, as `turnwise init`, `plan` and `doctor` print it."""
+    assert found.plan is not None
+    config = starter_recipe(found.plan, found.context)
+    workload = workload_of(config, model_config, "train")
+    return phases(config, model_config, workload, card_gib=float(gib))[0].gib
+
+
+def cells(found: Starter, model_config: Any, gib: float) -> Sequence[str]:
     """What a row says of a plan."""
     plan = found.plan
     if plan is None:
@@ -85,7 +95,7 @@ def cells(found: Starter) -> Sequence[str]:
     return [
         plan.way.name,
         f"{plan.config.train.micro_batch_tokens:,}",
-        f"{plan.gib:.1f}",
+        f"{update_gib(found, model_config, gib):.1f}",
         f"{found.context:,}",
         f"{embedded.memory_gb} GiB, {plan.rows}",
         beside(plan),
@@ -93,13 +103,14 @@ def cells(found: Starter) -> Sequence[str]:
     ]
 
 
-def offloaded(found: Starter, others: Starter) -> str:
+def offloaded(found: Starter, others: Starter, model_config: Any, gib: float) -> str:
     """Whether all weights are trained, or could be with the state of the optimizer in the machine's memory."""
     if found.plan is not None and "model.lora.rank" not in found.plan.way.options:
         return ""
     if others.plan is None:
         return "no"
-    return f"{others.plan.gib:.1f} GiB, and {OFFLOADED_BYTES * others.plan.parameters / 2**30:.0f} of the machine"
+    needed = update_gib(others, model_config, gib)
+    return f"{needed:.1f} GiB, and {OFFLOADED_BYTES * others.plan.parameters / 2**30:.0f} of the machine"
 
 
 def beside(plan: Plan) -> str:

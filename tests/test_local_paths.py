@@ -64,12 +64,12 @@ def test_paths_and_names() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("runs/nothing", "there is no model directory {here}/runs/nothing; model.path must be"),
-        ("demo/modle", "there is no model directory {here}/demo/modle; did you mean 'model'?; model.path must be"),
-        ("rows.csv", "{here}/rows.csv is a file; model.path must be a hub id, or a directory"),
-        ("pipe.jsonl", "{here}/pipe.jsonl is not a directory; model.path"),
-        ("dangling", "{here}/dangling is not a directory; model.path"),
-        ("loop", "{here}/loop is not a directory; model.path"),
+        ("runs/nothing", "there is no model directory {here}/runs/nothing; a model is a hub id"),
+        ("demo/modle", "there is no model directory {here}/demo/modle; did you mean 'model'?; a model is a hub id"),
+        ("rows.csv", "{here}/rows.csv is a file; a model is a hub id, or a directory"),
+        ("pipe.jsonl", "{here}/pipe.jsonl is not a directory; a model is"),
+        ("dangling", "{here}/dangling is not a directory; a model is"),
+        ("loop", "{here}/loop is not a directory; a model is"),
         (
             "done",
             "{here}/done is the directory of a run, not a model; its newest model is {here}/done/checkpoint: write that",
@@ -139,7 +139,7 @@ HUB = {
     "absent or private": (
         401,
         "RepoNotFound",
-        "Correct model.path (a model directory or a hub id), or log in with `hf",
+        "Correct the name (a model is a hub id, or a directory that save_pretrained has written), or log in with `hf",
     ),
     "disabled": (403, "Other", "The hub answers with status 403: try again later"),
     "no network": (0, "", "or run `hf download org/model --local-dir DIR` where there is a network"),

@@ -89,38 +89,38 @@ def no_file(path: Path, kind: str) -> str | None:
     return f"there is no {kind} {path}{_nearest(path)}"
 
 
-def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], weights: bool = True) -> None:
+A_MODEL = "a model is a hub id, or a directory that save_pretrained has written"
+"""The rule for paths of models, in messages: several options and arguments of commands name one."""
+
+
+def refuse_other_than_model(
+    path: str | Path, *, error: type[TurnwiseError], weights: bool = True, given: str = ""
+) -> None:
     """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked up. `weights`: the
-    directory must have the weights, too.
+    directory must have the weights, too. `given` is how the user has given the path, if it is known: `--model runs/a`.
 
     Raises `error`.
     """
-    text = str(path)
+    text, of = str(path), given and f"{given}: "
     place = Path(os.path.abspath(os.path.expanduser(text)))
     try:
         if not looks_like_path(text):
             offline_without_network()
             return
         if not place.exists() and not place.is_symlink():
-            raise error(
-                f"there is no model directory {place}{_nearest(place)}; model.path must be a hub id, or a directory that "
-                f"save_pretrained has written"
-            )
+            raise error(f"{of}there is no model directory {place}{_nearest(place)}; {A_MODEL}")
         if not place.is_dir():
             kind = "a file" if place.is_file() else "not a directory"
-            raise error(
-                f"{place} is {kind}; model.path must be a hub id, or a directory that save_pretrained has written (with "
-                f"config.json, tokenizer and weights)"
-            )
+            raise error(f"{of}{place} is {kind}; {A_MODEL} (with config.json, tokenizer and weights)")
         if (place / "run.json").is_file() and not (place / "config.json").is_file():
             newest = place / "checkpoint"
             hint = f"its newest model is {newest}: write that" if newest.is_dir() else "it has no checkpoint yet"
-            raise error(f"{place} is the directory of a run, not a model; {hint}")
+            raise error(f"{of}{place} is the directory of a run, not a model; {hint}")
         if weights:
             refuse_weights_in_parts(path, error=error)
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
+        raise error(f"{of}there is no model directory {str(place)[:200]!r} ({reason})") from None
 
 
 @functools.cache
@@ -200,16 +200,16 @@ def _advice(path: str | Path, failed: Failed) -> str:
     if found(GatedRepoError):
         return f"The model is gated: ask for access at https://huggingface.co/{path}, and {login}"
     if found(RepositoryNotFoundError):
-        return f"Correct model.path (a model directory or a hub id), or {login}, if the model is private"
+        return f"Correct the name ({A_MODEL}), or {login}, if the model is private"
     if isinstance(answered := found(HfHubHTTPError), HfHubHTTPError):
         status = answered.response.status_code
-        return f"The hub answers with status {status}: try again later, or set model.path to a model directory"
+        return f"The hub answers with status {status}: try again later, or give a model directory"
     if found(LocalEntryNotFoundError, OfflineModeIsEnabled):
         return (
             f"The hub is not reached, the cache (HF_HOME) has no such model, and there is no directory {os.path.abspath(path)}: "
-            f"correct the path, or run `hf download {path} --local-dir DIR` where there is a network, and set model.path to DIR"
+            f"correct the path, or run `hf download {path} --local-dir DIR` where there is a network, and give DIR"
         )
-    return "model.path must be a model directory or a hub id"
+    return A_MODEL[0].upper() + A_MODEL[1:]
 
 
 def _nearest(path: Path) -> str:

@@ -97,6 +97,28 @@ def test_the_summary_counts_and_names_one(run: Path) -> None:
     assert lines[-1] == f"show one: turnwise show {run} --id middle/0"
 
 
+def test_the_table_of_steps_has_failures_and_groups_without_a_spread_where_there_are_some(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def header(**values: float) -> list[str]:
+        (run / "metrics.jsonl").write_text("\n".join(json.dumps(line | values) for line in lines) + "\n")
+        return shown(run).splitlines()[1].split()
+
+    assert header(failed=0.0, **{"groups/zero_std": 0.0}) == [
+        "step",
+        "reward",
+        "±",
+        "turns",
+        "calls",
+        "entropy",
+        "s/step",
+    ]
+    both = header(failed=0.25, **{"groups/zero_std": 0.5})
+    assert both == ["step", "reward", "±", "turns", "calls", "failed", "zero", "std", "entropy", "s/step"]
+    assert "0.500" in shown(run).splitlines()[2].split()
+    assert len(shown(run).splitlines()[1]) <= 80
+
+
 def test_one_conversation_with_who_said_what_and_what_it_earned(run: Path) -> None:
     out = shown(run, id="sum/0")
     lines = [line.strip("│ ") for line in out.splitlines()]

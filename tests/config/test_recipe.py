@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from turnwise.assembly import credit_note
 from turnwise.commands.convert import converted
 from turnwise.config.recipe import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE, load
 from turnwise.config.resume_rules import RULES
@@ -886,3 +887,19 @@ def test_the_estimator_of_a_recipe_that_names_none(credit_recipe: Path, override
     config, _ = load(credit_recipe, [*overrides, "credit.scale=none"])
     estimator = chosen_estimator(config)
     assert (estimator.name, estimator.model_dump()["scale"]) == (name, "none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([TURN_REWARD], "reward.turns gives turns rewards"),
+        (["tools=[t.py:tool]"], "tools may give turns rewards"),
+        ([ENVIRONMENT], "environment=mine.py:game may give turns rewards"),
+        (["reward.kl.coef=0.1", REWARD], "reward.kl gives turns rewards"),
+    ],
+)
+def test_the_note_on_the_estimator_names_what_may_reward_turns(
+    credit_recipe: Path, overrides: list[str], source: str
+) -> None:
+    note = credit_note(load(credit_recipe, overrides)[0])
+    assert note == f"credit.name=auto: advantages are computed by turn_return, because {source} (docs/credit.md)"

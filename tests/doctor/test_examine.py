@@ -180,14 +180,14 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
         (
             shutil.rmtree,
             "there is no model directory /",
-            "must be a hub id",
-            "directory that save_pretrained has written",
+            "a model is a hub id",
+            "a directory that save_pretrained has written",
         ),
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             "/copy' has no tokenizer",
-            "must be a hub id",
-            "directory that save_pretrained has written",
+            "a model is a hub id",
+            "a directory that save_pretrained has written",
         ),
         (
             tokenizer(None),
@@ -202,22 +202,42 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
             "copy/chat_template.jinja",
         ),
         (tokenizer(PLAIN, eos_token=None), "closes a turn with '\\n'", "not a special token", "Set eos_token"),
-        (overwrite("tokenizer.json", "{"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
-        (overwrite("tokenizer.json", "{}"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
+        (
+            overwrite("tokenizer.json", "{"),
+            "/copy'",
+            "no tokenizer could be loaded",
+            "A model is a hub id, or a directory",
+        ),
+        (
+            overwrite("tokenizer.json", "{}"),
+            "/copy'",
+            "no tokenizer could be loaded",
+            "A model is a hub id, or a directory",
+        ),
         (
             overwrite("tokenizer_config.json", "["),
             "/copy'",
             "no tokenizer could be loaded",
-            "must be a model directory",
+            "A model is a hub id, or a directory",
         ),
-        (overwrite("config.json", "[]"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
+        (
+            overwrite("config.json", "[]"),
+            "/copy'",
+            "no tokenizer could be loaded",
+            "A model is a hub id, or a directory",
+        ),
         (
             overwrite("generation_config.json", "{"),
             "generation_config.json",
             "cannot be read",
             "Correct it, or remove it",
         ),
-        (overwrite("model.safetensors", "x" * 99), "/copy'", "no model could be loaded", "must be a model directory"),
+        (
+            overwrite("model.safetensors", "x" * 99),
+            "/copy'",
+            "no model could be loaded",
+            "A model is a hub id, or a directory",
+        ),
     ],
     ids=[
         "no directory",
@@ -245,7 +265,7 @@ def test_an_invalid_model_fails_with_value_rule_and_fix(
 
 
 def test_a_file_in_place_of_a_directory_fails(copy: Path) -> None:
-    assert "config.json is a file; model.path must be" in only_failure(asked(copy / "config.json"))
+    assert "config.json is a file; a model is a hub id" in only_failure(asked(copy / "config.json"))
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ from turnwise.doctor.fit import (
     fitted_to_card,
     learning_rate,
     starter,
+    starter_check,
     starter_lines,
-    starter_peak,
 )
 from turnwise.doctor.memory import SERVER_BYTES, PassOptions, Workload, changed, empty_model, predict, read_model_config
 from turnwise.doctor.what_fits import fit_check
@@ -125,8 +125,10 @@ def test_a_card_that_is_too_small_is_told_what_is_needed(size: str, least: float
     assert float(str(raised.value).split("needs ")[1].split(" GiB")[0]) == pytest.approx(least, rel=0.1)
     with pytest.raises(ConfigError, match="--gpu needs a number on a machine whose GPU cannot be used"):
         fit.starter_plan(path, None)
-    with pytest.raises(ConfigError, match="no model configuration could be loaded from"):
+    with pytest.raises(ConfigError, match=r"^--model .*: no model configuration could be loaded from"):
         fit.starter_plan(str(tmp_path), 24.0)
+    with pytest.raises(ConfigError, match=r"^--model runs/nothing: there is no model directory"):
+        fit.starter_plan("runs/nothing", 24.0)
 
 
 def test_weights_are_counted_once_on_a_gpu() -> None:
@@ -249,10 +251,12 @@ def test_recipes_of_all_ways_are_valid(way: fit.Way, tmp_path: Path) -> None:
     """The recipe that `turnwise init --gpu` writes for a way, as `turnwise train` reads it."""
     numbers = config(train={"micro_batch_tokens": 4096}, engine={"name": "local", "memory_gb": 4.8})
     plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8, beside=6.2)
-    write_project(tmp_path / "new", model="m", changes=fit.starter_lines(plan, 4096, 24.0, peak=20.0))
+    write_project(tmp_path / "new", model="m", changes=fit.starter_lines(plan, 4096, 24.0))
     recipe, notes = load(tmp_path / "new" / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     assert notes == []
+    text = (tmp_path / "new" / "recipe.yaml").read_text()
+    assert "micro_batch_tokens: 4096 # the most with which an update fits into 92% of 24 GiB" in text
     for name, value in way.options.items():
         assert fit.value_of(recipe, name.split(".")) == value
     assert recipe.limits.context == 4096
@@ -468,16 +472,17 @@ def test_a_recipe_of_init_moves_to_smaller_cards(size: str, tmp_path: Path) -> N
     path = str(save_config(tmp_path / "model", size))
     found = starter(path, read_model_config(path), 24.0)
     assert found.plan is not None
-    peak = starter_peak(found, read_model_config(path), 24.0)
-    write_project(tmp_path / "new", model=path, changes=starter_lines(found.plan, found.context, 24.0, peak=peak))
+    printed = starter_check(found.plan, found.context, read_model_config(path), 24.0)
+    write_project(tmp_path / "new", model=path, changes=starter_lines(found.plan, found.context, 24.0))
     file = tmp_path / "new" / "recipe.yaml"
     config, _ = load(file, ["model.device=cuda"])
     for gib in (24.0, 16.0, 12.0, 8.0):
         check = fit_check(config, path, section="train", memory_gb=gib)
         assert check.status == ("ok" if gib == 24 else "fail")
         if gib == 24:  # one number for both
-            said = check.text.partition("step: ")[2].partition(" GiB")[0]
-            assert f"# a step needs {said} of 24 GiB\n" in file.read_text()
+            assert check.text == printed.text
+            assert "128 conversations of up to 3,328 tokens" in check.text
+            assert "# the most with which an update fits into 92% of 24 GiB\n" in file.read_text()
         if gib < 24:
             assert fit_check(applied(config, check), path, section="train", memory_gb=gib).status == "ok", check
     (comment,) = [line for line in file.read_text().splitlines() if line.startswith("# engine: {name: vllm")]

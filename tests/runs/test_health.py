@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from support.tiny import save_model, save_rows
 from support.training import train_silently
+from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.errors import ConfigError
@@ -19,7 +21,7 @@ from turnwise.record.metrics import conversation_metrics, duplicate_share, lowes
 from turnwise.record.summary import summarize_run
 from turnwise.runs.health import HealthMonitors, LearningWatch, RunProblem
 from turnwise.train import assemble
-from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
+from turnwise.types import Failure, Group, Row, Stop, ToolSchema, Trajectory, Turn
 
 # The monitors of `health`: what each warns of, in which step, and what stops a run.
 
@@ -488,6 +490,24 @@ def test_rows_that_are_too_easy_or_too_hard_are_told_as_such() -> None:
     told = [problems(watch, number, step((1.0, 1.0), (0.0, 0.0))) for number in (1, 2, 3, 4)]
     assert [len(one) for one in told] == [0, 0, 1, 0]
     assert "the rows are too easy or too hard for this model" in told[2][0]
+
+
+def test_tool_calls_that_nobody_offered_are_told_once() -> None:
+    def calling(*texts: str, tools: Sequence[ToolSchema] = ()) -> list[Group]:
+        groups = step(tuple(float(place) for place in range(len(texts))))
+        for one, text in zip(groups[0].trajectories, texts, strict=True):
+            one.turns[0] = Turn(index=0, message={}, text=text, tools=tools)
+        return groups
+
+    written = ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<tool_call>", *["words"] * 8]
+    parser = Renderer.from_pretrained("demo/model").turn_parser
+    watch = LearningWatch(watch_made(), writes_call=parser.writes_call)
+    assert problems(watch, 1, calling(*written[1:])) == []  # none that could be read
+    offered: list[ToolSchema] = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    assert problems(watch, 2, calling(*written, tools=offered)) == []
+    (told,) = problems(watch, 3, calling(*written))
+    assert told.startswith("1 of 10 turns without tools contain a tool call in the model's format, which stays text")
+    assert problems(watch, 4, calling(*written)) == []
 
 
 def test_a_run_of_fewer_steps_is_told_at_its_end() -> None:

@@ -147,7 +147,7 @@ def test_rates() -> None:
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
+    with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; a model is a hub id"):
         load_model(ModelSource(path=f"{tmp_path}/nothing", device="cpu"))
     config = XGLMConfig(vocab_size=260, d_model=32, ffn_dim=64, num_layers=1, attention_heads=4)
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: XGLMForCausalLM does not"):

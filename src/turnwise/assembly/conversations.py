@@ -32,8 +32,8 @@ from turnwise.environments.environment import (
 )
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
-from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import same_directory
+from turnwise.errors import ConfigError, Failed, TemplateError, boundary
+from turnwise.local_paths import refuse_other_than_model, same_directory
 from turnwise.options.engines import OpenAIEngineSection
 from turnwise.options.schema import Config, ToolUse
 from turnwise.options.section import Use, changed_options
@@ -443,6 +443,9 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
 
     Raises TemplateError.
     """
+    if source is None:
+        given = f"model.path={config.model.path}"
+        refuse_other_than_model(config.model.path, error=TemplateError, weights=False, given=given)
     return Renderer.from_pretrained(
         source or config.model.path,
         sanity=config.tokenization_sanity_check,

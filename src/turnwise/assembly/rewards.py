@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.providers.provider import environment_class
-from turnwise.config.train_checks import chosen_estimator
+from turnwise.config.train_checks import chosen_estimator, turn_reward_source
 from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
@@ -143,5 +143,7 @@ def credit_note(config: Config) -> str | None:
     if not isinstance(config.credit, AutoCredit):
         return None
     name = chosen_estimator(config).name
-    why = "turns can have rewards or penalties" if name == "turn_return" else "turns have no rewards of their own"
+    why = (
+        f"{turn_reward_source(config)} turns rewards" if name == "turn_return" else "turns have no rewards of their own"
+    )
     return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"

@@ -61,7 +61,7 @@ from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.tool_calls.parsing import example_at_end
 from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
-from turnwise.local_paths import refuse_other_than_model, unreadable
+from turnwise.local_paths import A_MODEL, refuse_other_than_model, unreadable
 from turnwise.models.grammar import TokenMasks
 from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema, common_length
 
@@ -264,6 +264,15 @@ class TurnParser:
             text=text, message=message, reasoning=reasoning, calls=calls, reasoning_opening=reasoning_opening
         )
 
+    def writes_call(self, text: str, *, reasoning_opening: str = "") -> bool:
+        """Whether a turn's text has a well-formed call in the model's format, whatever tools there are; False if the format is
+        unknown, or needs the tools to be read."""
+        format, marks = self._profile.tool_format, self._profile.reasoning.marks
+        if isinstance(format, TemplateProblem):
+            return False
+        calls = format.parse(text, thinking=bool(reasoning_opening), marks=marks).calls
+        return any(call.error is None for call in calls)
+
     def _split(
         self, text: str, opened: bool, tools: Sequence[ToolSchema], first_call: int
     ) -> tuple[str, str, tuple[ToolCall, ...]]:
@@ -449,8 +458,7 @@ class Renderer:
         except Failed as failed:
             if os.path.isdir(path) and not Path(path, "tokenizer_config.json").is_file():
                 raise TemplateError(
-                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a hub id, "
-                    f"or a directory that save_pretrained has written"
+                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); {A_MODEL}"
                 ) from failed
             raise TemplateError(unreadable("tokenizer", path, failed)) from failed
         # transformers makes an empty one by the type of the model

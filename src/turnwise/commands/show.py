@@ -56,6 +56,7 @@ _COLUMNS = {
     "calls": "tool_calls/mean",
     "errors": "tool_errors/mean",
     "failed": "failed",
+    "zero std": "groups/zero_std",
     "entropy": "entropy",
     "s/step": "seconds/step",
 }
@@ -68,6 +69,19 @@ _SFT_COLUMNS = {
     "failed": "failed",
     "s/step": "seconds/step",
 }
+
+
+_IF_ANY = ("errors", "failed", "zero std", "left out")
+"""Columns that are left out where they are 0 in all steps: a line is to fit into 80 characters."""
+
+
+def _columns(metrics: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns of the table of steps."""
+    return {
+        label: name
+        for label, name in columns.items()
+        if label not in _IF_ANY or any(line.get(name) not in (None, 0) for line in metrics)
+    }
 
 
 def register_show(parser: argparse.ArgumentParser) -> None:
@@ -405,7 +419,7 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
         yield Text(
             f"{len(metrics)} {'step' if len(metrics) == 1 else 'steps'}, {curve.partition('/')[0]} {sparkline(values)}"
         )
-        yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
+        yield steps_table(metrics, _columns(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS))
         if parts := _mean_parts(metrics[-1]):
             yield Text(
                 f"rewards of step {metrics[-1].get('step', '-')}: {parts} (turnwise show RUN --metric rewards/NAME/mean)"

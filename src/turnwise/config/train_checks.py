@@ -127,6 +127,17 @@ def _idle_problems(config: Config, section: CreditSection) -> list[tuple[bool, s
     ]
 
 
+def turn_reward_source(config: Config) -> str:
+    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does."""
+    if config.reward.turns:
+        return "reward.turns gives"
+    if not environment_may_reward(config):
+        return "reward.kl gives"
+    if config.environment.use not in WITHOUT_REWARD:
+        return f"environment={config.environment.use} may give"
+    return "tools may give"
+
+
 def environment_may_reward(config: Config) -> bool:
     """Whether the environment or a tool may give rewards."""
     return config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
     SERVER_BYTES,
     Workload,
@@ -20,12 +21,13 @@ from turnwise.doctor.memory import (
     empty_parameters,
     kv_bytes_of_row,
     on_gpu,
+    peak_check,
     predict,
     read_model_config,
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import unreadable
+from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
 from turnwise.options.engines import LimitsSection
 from turnwise.options.schema import Config
@@ -344,33 +346,38 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
     else:
         reason = why_no_gpu() or "there is none here"
         raise ConfigError(f"--gpu needs a number on a machine whose GPU cannot be used, such as --gpu 24: {reason}")
+    refuse_other_than_model(path, error=ConfigError, weights=False, given=f"--model {path}")
     try:
         with boundary("model"):
             model_config = read_model_config(path)
     except Failed as failed:
-        raise ConfigError(unreadable("model configuration", path, failed)) from failed
+        raise ConfigError(f"--model {path}: {unreadable('model configuration', path, failed)}") from failed
     found = starter(path, model_config, gib)
     if (plan := found.plan) is not None:
-        peak = starter_peak(found, model_config, gib)
-        lines = [f"{path} on {card}: {plan.way.name}, predicted peak of a training step: {peak:.1f} GiB\n"]
-        return starter_lines(plan, found.context, gib, peak=peak), lines
+        lines = [f"{path} on {card}: {plan.way.name}, {starter_check(plan, found.context, model_config, gib).text}\n"]
+        return starter_lines(plan, found.context, gib), lines
     raise ConfigError(
-        f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its activations, "
-        f"with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
+        f"--model {path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its "
+        f"activations, with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
     )
 
 
-def starter_peak(found: Starter, model_config: Any, gib: float) -> float:
-    """The predicted peak in GiB of a step of the starter's recipe, as `turnwise plan` and `turnwise doctor` predict it."""
-    assert found.plan is not None
-    limits = LimitsSection(turns=_TURNS, tokens_per_turn=_TOKENS_PER_TURN, context=found.context)
-    train = found.plan.config.train.model_copy(update={"batch_size": _BATCH, "group_size": _GROUP})
-    config = found.plan.config.model_copy(update={"limits": limits, "train": train})
-    return predict(config, model_config, workload_of(config, model_config, "train"), card_gib=gib).gib
+def starter_recipe(plan: Plan, context: int) -> Config:
+    """The starter's recipe, as far as memory depends on it."""
+    limits = LimitsSection(turns=_TURNS, tokens_per_turn=_TOKENS_PER_TURN, context=context)
+    train = plan.config.train.model_copy(update={"batch_size": _BATCH, "group_size": _GROUP})
+    return plan.config.model_copy(update={"limits": limits, "train": train})
 
 
-def starter_lines(plan: Plan, context: int, gib: float, *, peak: float) -> dict[str, str]:
-    """The lines of the starter's recipe by those that they replace. `peak` is that of `starter_peak`."""
+def starter_check(plan: Plan, context: int, model_config: Any, gib: float) -> Check:
+    """The check of the starter's recipe that `turnwise plan` and `turnwise doctor` make."""
+    config = starter_recipe(plan, context)
+    workload = workload_of(config, model_config, "train")
+    return peak_check(config, model_config, workload, section="train", limit=gib, card_gib=gib)
+
+
+def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
+    """The lines of the starter's recipe by those that they replace. `gib` is the memory of the GPU."""
     options, lora = plan.way.options, "model.lora.rank" in plan.way.options
     known = plan.config
     assert known.engine.embedded is not None
@@ -386,7 +393,7 @@ def starter_lines(plan: Plan, context: int, gib: float, *, peak: float) -> dict[
     train = [
         f"  lr: {_number(rate)} # for {plan.parameters / 1e9:.1f} billion parameters"
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
-        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # a step needs {peak:.1f} of {gib:.3g} GiB",
+        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # {_why_so_many(known.train.micro_batch_tokens, gib)}",
     ]
     if "train.optimizer.master_weights" in options:
         train.append("  optimizer: {master_weights: kahan} # 2 bytes for each parameter instead of 4")
@@ -402,6 +409,13 @@ def starter_lines(plan: Plan, context: int, gib: float, *, peak: float) -> dict[
         "  lr: 3.0e-4 # for a model with billions of parameters: about 1.0e-6": "\n".join(train),
         "# engine: {name: vllm} # sample with vLLM instead of the embedded engine (docs/engines.md)": "\n".join(engine),
     }
+
+
+def _why_so_many(tokens: int | None, gib: float) -> str:
+    """The reason for the size of a micro-batch."""
+    if tokens == _MOST_TOKENS:
+        return "more would not be faster"
+    return f"the most with which an update fits into {USABLE:.0%} of {gib:.3g} GiB"
 
 
 def _vllm(plan: Plan) -> str:

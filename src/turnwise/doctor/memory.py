@@ -768,10 +768,12 @@ def peak_check(
     config: Config, model_config: Any, workload: Workload, *, section: str, limit: float, card_gib: float | None = None
 ) -> Check:
     """The predicted peak of a training step, compared with `limit` (GiB). `card_gib`: see `predict`."""
-    found = predict(config, model_config, workload, section=section, card_gib=card_gib)
+    update, sampling = phases(config, model_config, workload, section=section, card_gib=card_gib)
+    found = max(update, sampling, key=lambda phase: phase.gib)
     details = [("in GiB", found.text)]
+    both = f"sampling {sampling.gib:.1f}, update {update.gib:.1f}; " if section == "train" else ""
     text = (
-        f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
+        f"predicted peak of a training step: {found.gib:.1f} GiB ({both}{workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
     if found.gib <= limit:

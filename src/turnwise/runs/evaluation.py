@@ -30,7 +30,7 @@ from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError, DataError, RunError
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
-from turnwise.local_paths import same_directory
+from turnwise.local_paths import refuse_other_than_model, same_directory
 from turnwise.options.environment_values import Origins, insert_values, same_value, with_digests
 from turnwise.options.schema import Config
 from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
@@ -147,6 +147,7 @@ def _resolved(config: Config, value: str) -> tuple[str, Config]:
             )
         options["model"] = {"path": str(saved.model)}
         return label or path.resolve().name, _changed(config, options, value)
+    refuse_other_than_model(value, error=ConfigError, weights=False, given=f"--model {value}")
     return label or _label_of(value), _changed(config, options, value)
 
 

@@ -14,7 +14,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.options.schema import Config
 from turnwise.options.section import Use
@@ -31,6 +31,9 @@ _LEAST_CALLS = 0.1
 
 _MANY_FAILED = 0.25
 """Share of failed conversations, from which they are the first cause of equal rewards."""
+
+_MANY_CALLS = 0.05
+"""Share of turns with a tool call that nobody offered, above which it is no slip."""
 
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|Iteration)\b")
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
@@ -311,6 +314,12 @@ def _mean(lines: Iterable[Line], value: Callable[[Line], float | None]) -> float
 # signs that a run cannot learn
 
 
+class WritesCall(Protocol):
+    """See `LearningWatch.writes_call`."""
+
+    def __call__(self, text: str, /, *, reasoning_opening: str) -> bool: ...
+
+
 _STEPS_OF_USE = 3
 """Steps in which a trained policy that the environment uses takes a turn, however seldom it chooses it."""
 
@@ -322,6 +331,8 @@ class LearningWatch:
     config: Config
     past: Iterable[Mapping[str, Any]] = ()
     """The metrics of the steps before the run was resumed."""
+    writes_call: WritesCall | None = None
+    """Whether a turn's text has a call in the model's format (`TurnParser.writes_call`); None for a model without text."""
     _monitors: HealthMonitors = field(init=False)
     _reported: set[tuple[str, str]] = field(default_factory=set)
     """Names of problems, and of the policies that have them."""
@@ -363,6 +374,7 @@ class LearningWatch:
             "cut": cut_answers(finished, self.config.limits, least=1.0),
             "constant_reward": self._without_difference(metrics, groups, finished),
             "unused_policy": self._unused_policy(metrics),
+            "tool_calls": self._unread_calls([*finished, *agents]),
             "constant_reward_of_policy": self._policy_without_difference(metrics),
         }
         of_run = [RunProblem(name, text) for name, text in findings.items() if text is not None]
@@ -384,6 +396,20 @@ class LearningWatch:
             elif finished and (without := self._without_gradient(measured, finished)) is not None:
                 found.append(RunProblem("gradient", who + without, policy))
         return found
+
+    def _unread_calls(self, trajectories: Sequence[Trajectory]) -> str | None:
+        """The model writes tool calls in turns in which no tool is offered."""
+        if self.writes_call is None or ("tool_calls", "") in self._reported:
+            return None
+        without = [turn for trajectory in trajectories for turn in trajectory.turns if not turn.tools]
+        calling = sum(self.writes_call(turn.text, reasoning_opening=turn.reasoning_opening) for turn in without)
+        if calling <= _MANY_CALLS * len(without):
+            return None
+        return (
+            f"{calling} of {len(without)} turns without tools contain a tool call in the model's format, which stays text: no "
+            f"tool was offered. Name the tools in `tools` (docs/tools.md), or take them out of the prompt; if the environment "
+            f"reads the calls from the text, all is right"
+        )
 
     def _unused_policy(self, metrics: Mapping[str, Any]) -> str | None:
         """A trained policy took no turn to train on in the first steps."""

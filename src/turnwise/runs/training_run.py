@@ -170,7 +170,7 @@ def assemble(config: Config) -> TrainingRun:
         environments=environments,
         policies=policies,
         runner=runner,
-        watch=LearningWatch(config, _finished_steps(opened)),
+        watch=LearningWatch(config, _finished_steps(opened), renderer.turn_parser.writes_call),
         critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),
         teacher_step=assembly.teacher_step(config, learner, renderer),
