@@ -289,22 +289,31 @@ def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trai
     assert line.name == "memory of a worker"
     assert line.value.startswith(f"{gib:.2f} GiB: weights ")
     servers, _ = load(recipe, ["engine={name: vllm, tensor_parallel: 2, memory_gb: 3}", "cluster=ray"])
-    (line,) = engine_memory_lines(servers, model_config)
+    line, held = engine_memory_lines(servers, model_config)
     half = here["weights"] / 2 / 2**30
     assert line.value == f"{half + 3:.2f} GiB: weights {half:.2f}, KV cache 3.00"
+    kept = (
+        2
+        * model_config.num_hidden_layers
+        * model_config.num_key_value_heads
+        * model_config.head_dim
+        * 4
+        * workload.tokens
+    )
+    assert held.value == f"{3 * 2**30 / (kept / 2):,.1f} conversations of {workload.tokens:,} tokens; others wait"
     # without engine.memory_gb, the size that the run gives its servers on the CPU
     small, _ = load(recipe, ["engine={name: vllm}"])
-    (line,) = engine_memory_lines(small, model_config)
+    line, _ = engine_memory_lines(small, model_config)
     assert line.value == f"{2 * half + 1:.2f} GiB: weights {2 * half:.2f}, KV cache 1.00"
     quantized, _ = load(recipe, ["engine={name: vllm, memory_gb: 3, arguments: [--quantization, fp8]}"])
-    (line,) = engine_memory_lines(quantized, model_config)
+    line, _ = engine_memory_lines(quantized, model_config)
     model = AutoModelForCausalLM.from_config(model_config)
     inside = sum(weight.numel() for weight in model.model.layers.parameters() if weight.ndim > 1)
     eight = (here["weights"] - 3 * inside) / 2**30  # float32
     assert line.value.startswith(f"{eight + 3:.2f} GiB: weights {eight:.2f}, KV cache 3.00 (engine.arguments=--quanti")
     assert line.value.endswith(f"8 bits inside of layers; an update brings {2 * half:.2f})")
     other, _ = load(recipe, ["engine={name: vllm, memory_gb: 3, arguments: [--quantization, bitsandbytes]}"])
-    (line,) = engine_memory_lines(other, model_config)
+    line, _ = engine_memory_lines(other, model_config)
     assert line.value.endswith("--quantization bitsandbytes: fewer bits of the weights are not counted)")
     on_gpus, _ = load(recipe, ["engine={name: sglang}", "model.device=cuda"])
     (line,) = engine_memory_lines(on_gpus, model_config)

@@ -489,15 +489,19 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
 def kv_bytes_of_row(config: Config, model_config: Any, tokens: int) -> float:
     """The bytes that the embedded engine keeps for a conversation of so many tokens."""
     capacity = max(256, 1 << (tokens - 1).bit_length())
+    return kv_bytes(config, model_config, capacity, dtype="float32" if config.model.exact else "bfloat16")
+
+
+def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> float:
+    """The bytes of keys, values and recurrent states of so many tokens of a conversation, in a data type."""
     text = model_config.get_text_config()  # reads a fact under any name that the architecture gives it
-    dtype = "float32" if config.model.exact else "bfloat16"
     states = 0
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if set(types).intersection(RECURRENT_TYPES):
         token, states = bytes_kept(empty_model(assembly.model_source(config), model_config), getattr(torch, dtype))
     else:
         token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)
-    return float(token * capacity + states)
+    return float(token * tokens + states)
 
 
 # a server on the trainer's GPU

@@ -29,6 +29,7 @@ from turnwise.doctor.memory import (
     changed,
     default_tokens,
     empty_model,
+    kv_bytes,
     kv_cache_bytes,
     machine_gib,
     not_predicted,
@@ -420,8 +421,19 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
                 if engine.eight_bits is None
                 else f" ({engine.quantization})"
             )
-        return [PlanLine("memory of a server's device", rest)]
+        held = [] if cache is None else [_held(config, model_config, cache)]
+        return [PlanLine("memory of a server's device", rest), *held]
     return []
+
+
+def _held(config: Config, model_config: Any, cache: float) -> PlanLine:
+    """How many conversations the cache (GiB) of each device of a server holds. The others wait."""
+    assert config.engine.servers is not None
+    tokens = workload_of(config, model_config, "train").tokens
+    one = kv_bytes(config, model_config, tokens, dtype=config.model.dtype) / config.engine.servers.tensor_parallel
+    return PlanLine(
+        "a server's KV cache holds", f"{cache * 2**30 / one:,.1f} conversations of {tokens:,} tokens; others wait"
+    )
 
 
 def _weights(config: Config, model_config: Any) -> float:
