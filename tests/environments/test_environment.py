@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +249,8 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 class Blocks(SingleTurn):
     """Blocks in its async methods, and remembers where it was."""
 
-    def __init__(self, seconds: float = 0.5) -> None:
-        self.seconds = seconds
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
         self.threads = [threading.current_thread()]
 
     async def begin(self, row: Row) -> Opening:
@@ -258,7 +258,7 @@ class Blocks(SingleTurn):
         return await super().begin(row)
 
     async def step(self, turn: Turn) -> Reply:
-        time.sleep(self.seconds)
+        self.wait()
         self.threads.append(threading.current_thread())
         assert WHO.get() == str(id(self))
         return Reply(done=True, reward=1.0, info={"thread": threading.current_thread().name})
@@ -270,11 +270,11 @@ class Blocks(SingleTurn):
 
 
 def test_environments_in_threads_block_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    started = time.monotonic()
-    trajectories = hold_all(Says("a"), lambda: ThreadedEnvironment(Blocks), size=20)
+    all_inside = threading.Barrier(20)  # each blocks until all do
+    blocks = lambda: Blocks(lambda: all_inside.wait(120))  # noqa: E731
+    trajectories = hold_all(Says("a"), lambda: ThreadedEnvironment(blocks), size=20)
     assert [one.stop for one in trajectories] == [Stop.DONE] * 20
     assert [one.turns[0].reward for one in trajectories] == [1.0] * 20
-    assert time.monotonic() - started < 8  # one after the other they take 10 s
     assert caplog.messages == []
     assert WHO.get() == "nobody"
 
@@ -282,13 +282,16 @@ def test_environments_in_threads_block_nobody_else(caplog: pytest.LogCaptureFixt
 def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threaded_rollout, "_CLOSING_SECONDS", 0.2)
-    limits = Limits(seconds_per_turn=0.3)
-    made = iter([ThreadedEnvironment(lambda: Blocks(20.0)), ThreadedEnvironment(lambda: Blocks(0.01))])
+    monkeypatch.setattr(threaded_rollout, "_CLOSING_SECONDS", 1.5)
+    limits = Limits(seconds_per_turn=2.0)  # on a busy machine the good one, too, takes a part of a second
+    released = threading.Event()
+    waits = (lambda: released.wait(120), lambda: None)
+    made = iter([ThreadedEnvironment(lambda wait=wait: Blocks(wait)) for wait in waits])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=limits)
     assert (bad.stop, good.stop) == (Stop.DEADLINE, Stop.DONE)
-    assert bad.seconds < 10
-    assert caplog.messages == ["the environment of 1/0 could not be closed: no answer in 0.2 s"]
+    released.set()
+    assert bad.seconds < 60
+    assert caplog.messages == ["the environment of 1/0 could not be closed: no answer in 1.5 s"]
 
 
 def test_an_environment_in_a_thread_has_the_last_word_after_a_limit() -> None:
@@ -325,7 +328,7 @@ def test_what_an_environment_in_a_thread_raises_ends_its_own_conversation_only(e
 
     if isinstance(error, KeyboardInterrupt):
         pytest.skip("ends its thread")
-    made = iter([ThreadedEnvironment(Raises), ThreadedEnvironment(lambda: Blocks(0.0))])
+    made = iter([ThreadedEnvironment(Raises), ThreadedEnvironment(lambda: Blocks(lambda: None))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2)
     told = "the code tried to exit the process (status 3)" if isinstance(error, SystemExit) else "ValueError: no"
     assert bad.error == Failure("environment", told)

@@ -536,11 +536,11 @@ CLOSED: list[str] = []
 
 
 @environment
-def blocks(row: Row, seconds: float = 0.0) -> Generator[Opening | Reply, Turn, None]:
+def blocks(row: Row, wait: Callable[[], object] = lambda: None) -> Generator[Opening | Reply, Turn, None]:
     """A sync interaction."""
     try:
         turn = yield Opening(messages=row.messages)
-        time.sleep(seconds)
+        wait()
         turn = yield user_message("Sure?", reward=0.25)
         if turn.text == "raise":
             raise RuntimeError("no")
@@ -570,10 +570,9 @@ def test_a_sync_generator_is_cleaned_up_where_a_limit_ends_its_conversation() ->
 
 
 def test_eight_sync_interactions_wait_together() -> None:
-    started = time.perf_counter()
-    trajectories = hold_all(Says("a", "b"), lambda: blocks(seconds=1.5), size=8)
+    all_inside = threading.Barrier(8)  # each waits until all do
+    trajectories = hold_all(Says("a", "b"), lambda: blocks(wait=lambda: all_inside.wait(120)), size=8)
     assert [one.stop for one in trajectories] == ["done"] * 8
-    assert 1.5 <= time.perf_counter() - started < 10  # one after the other, 12
 
 
 def test_eight_conversations_with_a_sync_tool_wait_together() -> None:
