@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -34,22 +35,30 @@ def python_3_12() -> str:
 def interpreter(name: str, requirement: str, module: str, *, base: str = sys.executable) -> str:
     """The Python of a package's environment, which is made with the interpreter `base` if it does not exist, or if making it was
     once interrupted. Skips the test if it cannot be made."""
-    folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
-    problem = _problem(python, module) if python.exists() else "it does not exist"
-    if problem is None:  # asked once: importing takes seconds
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest want it, too
+        return _made(ENVIRONMENTS / name, requirement, module, base)
+
+
+def _made(folder: Path, requirement: str, module: str, base: str) -> str:
+    """The same. What is complete is noted in the environment: to import the module takes up to 9 seconds."""
+    python, complete = folder / "bin" / "python", folder / "complete.txt"
+    if python.exists() and complete.exists() and complete.read_text() == requirement:
         return str(python)
-    shutil.rmtree(folder, ignore_errors=True)
-    for command in (
-        [base, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
-    ):
-        made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-        if made.returncode:
-            shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
-            pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
-    if (problem := _problem(python, module)) is not None:
-        pytest.skip(f"{folder} has no {module}: {problem}")
+    if not python.exists() or _problem(python, module) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for command in (
+            [base, "-m", "venv", str(folder)],
+            [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
+        ):
+            made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+            if made.returncode:
+                shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
+                pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
+        if (problem := _problem(python, module)) is not None:
+            pytest.skip(f"{folder} has no {module}: {problem}")
+    complete.write_text(requirement)
     return str(python)
 
 
