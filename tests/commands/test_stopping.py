@@ -60,16 +60,16 @@ def recipe(tmp_path: Path) -> Path:
     )
 
 
-def start(recipe: Path, *overrides: str) -> Forked:
+def start(recipe: Path, *overrides: str, stdout: Any = None) -> Forked:
     with recipe.with_name("log.txt").open("w") as log:
-        return Forked(["train", str(recipe), *overrides], stdout=log)
+        return Forked(["train", str(recipe), *overrides], stdout=stdout or log, stderr=log)
 
 
-def start_fresh(recipe: Path, *overrides: str, stdout: Any = None) -> subprocess.Popen[str]:
+def start_fresh(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     """Where the end of the interpreter is the subject."""
     command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
     with recipe.with_name("log.txt").open("w") as log:
-        return subprocess.Popen(command, stdout=stdout or log, stderr=log, text=True)
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def wait_for_steps(process: Forked, recipe: Path, count: int) -> None:
@@ -111,7 +111,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
-    started = start_fresh(recipe, "train.steps=3", stdout=subprocess.PIPE)
+    started = start(recipe, "train.steps=3", stdout=subprocess.PIPE)
     assert started.stdout is not None
     started.stdout.close()
     assert started.wait(timeout=240) == 0, recipe.with_name("log.txt").read_text()

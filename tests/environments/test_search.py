@@ -9,8 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, call, hold
+from support.forked import Forked
 from support.servers import Answer, serving
 from turnwise.environments.search import TOKEN, Document, Index, RetrievalServer, Search, read_corpus
 from turnwise.environments.tools.tool import Toolbox
@@ -314,10 +313,7 @@ def test_many_clients_at_once_are_all_answered(server: RetrievalServer) -> None:
 def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "1", "title": "Cats", "text": "A cat sleeps."}\n', encoding="utf-8")
-    command = [sys.executable, "-m", "turnwise.cli", "retrieval", str(path), "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: "swordfish"}
-    ) as process:
+    with Forked(["retrieval", str(path), "--port", "0"], env={**os.environ, TOKEN: "swordfish"}) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("1 documents at http://127.0.0.1:")
@@ -330,8 +326,7 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
         connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    missing = subprocess.run(
-        [*command[:4], str(tmp_path / "no"), "--port", "0"], capture_output=True, text=True, check=False
-    )
+    missing = Forked(["retrieval", str(tmp_path / "no"), "--port", "0"])
+    printed, _ = missing.communicate()
     assert missing.returncode == 1
-    assert "could not be read" in missing.stderr
+    assert "could not be read" in printed

@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from support.forked import Forked
 from support.recipes import save_recipe
 from support.rollout_servers import Running, client_of, conversation, running
 from support.tiny import save_model
@@ -345,8 +344,6 @@ def test_scripted_texts_cannot_be_served(recipe: Path, tmp_path: Path) -> None:
 # `turnwise serve` as a process of its own, and `turnwise train` that uses it.
 
 
-TURNWISE = [sys.executable, "-m", "turnwise"]
-
 SWIFT = (
     "--model demo/model --use_async_engine true --multi_turn_scheduler thinking_tips_scheduler --vllm_max_model_len 512 "
     "--vllm_gpu_memory_utilization 0.8 --vllm_tensor_parallel_size 1 --vllm_data_parallel_size 1 --max_turns 3 "
@@ -391,12 +388,8 @@ def test_a_server_process_serves_a_training_process(tmp_path: Path) -> None:
         limits={"turns": 2, "tokens_per_turn": 6},
         train={"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("TURNWISE_SERVER_TOKEN", None)
-    words = [*TURNWISE, "serve", str(recipe), "--port", "0"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
+    environment = {name: value for name, value in os.environ.items() if name != "TURNWISE_SERVER_TOKEN"}
+    with Forked(["serve", str(recipe), "--port", "0"], env=environment) as server:
         assert server.stdout is not None
         url = token = ""
         for line in server.stdout:
@@ -404,15 +397,11 @@ def test_a_server_process_serves_a_training_process(tmp_path: Path) -> None:
             token = match.group(1) if (match := re.search(r"^token: (\S+)", line)) else token
             if "to train with it" in line:
                 break
+        words = ["train", str(recipe), f"rollout_server.url={url}"]
         try:
-            done = subprocess.run(
-                [*TURNWISE, "train", str(recipe), f"rollout_server.url={url}"],
-                env={**environment, "TURNWISE_SERVER_TOKEN": token},
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            trainer = Forked(words, env={**environment, "TURNWISE_SERVER_TOKEN": token})
+            printed, _ = trainer.communicate(timeout=300)
+            assert trainer.returncode == 0, printed
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=60) == 143

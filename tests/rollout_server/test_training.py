@@ -12,8 +12,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ import pytest
 from PIL import Image
 
 from support import byte_tokenizer
+from support.forked import Forked
 from support.image_recipe import save_image_recipe
 from support.rollout_servers import TOKEN, Running, client_of, running
 from support.swift_client import Swift, swift
@@ -678,26 +677,15 @@ def test_ms_swifts_images_that_cannot_be_read_are_refused(images_server: Running
 @pytest.mark.slow
 def test_a_server_process_trains_a_vision_model(images_recipe: Path, tmp_path: Path) -> None:
     """Two processes; the server's knows neither the files of the rows nor the trainer's memory."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TURNWISE_SERVER_TOKEN": TOKEN}
-    serve = [sys.executable, "-m", "turnwise", "serve", str(images_recipe), "--port", "0"]
-    with subprocess.Popen(
-        serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
+    environment = {**os.environ, "TURNWISE_SERVER_TOKEN": TOKEN}
+    with Forked(["serve", str(images_recipe), "--port", "0"], env=environment) as server:
         assert server.stdout is not None
         found = next(match for line in server.stdout if (match := re.search(r" at (http://\S+) ", line)))
-        out = f"output={tmp_path / 'run'}"
-        train_it = [
-            sys.executable,
-            "-m",
-            "turnwise",
-            "train",
-            str(images_recipe),
-            f"rollout_server.url={found.group(1)}",
-            out,
-        ]
+        words = ["train", str(images_recipe), f"rollout_server.url={found.group(1)}", f"output={tmp_path / 'run'}"]
         try:
-            done = subprocess.run(train_it, env=environment, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stdout + done.stderr
+            trainer = Forked(words, env=environment)
+            printed, _ = trainer.communicate(timeout=300)
+            assert trainer.returncode == 0, printed
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=60) == 143

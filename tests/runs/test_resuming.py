@@ -20,6 +20,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from support import byte_tokenizer
+from support.forked import Forked
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
 from support.training import train_silently
@@ -717,22 +718,10 @@ def test_a_checkpoint_that_is_written_in_the_background_is_that_of_its_step(reci
     assert last[0] == last[1]
 
 
-def in_a_process(
-    recipe: Path, *overrides: str, fault: str = "", file_limit: int | None = None
-) -> subprocess.Popen[str]:
+def in_a_process(recipe: Path, *overrides: str, fault: str) -> Forked:
     """Start a run with checkpoints in the background, whose writing goes wrong (`support/writing_faults.py`)."""
     words = [f"environment={FAULTS}:low_bytes", "deterministic=true", "checkpoint.background=true", *overrides]
-    folders = os.pathsep.join(str(FAULTS.parents[2] / name) for name in ("src", "tests"))
-    size = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2); "
-    start = "from turnwise.cli import main; sys.exit(main(sys.argv[1:]))"
-    limited = ["import sys; " + start] if file_limit is None else [size + start, str(file_limit)]
-    return subprocess.Popen(
-        [sys.executable, "-c", *limited, "train", str(recipe), *words],
-        env={**os.environ, "PYTHONPATH": folders, "TURNWISE_TEST_WRITING": fault, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Forked(["train", str(recipe), *words], env={**os.environ, "TURNWISE_TEST_WRITING": fault})
 
 
 def names(run: Path) -> set[str]:
@@ -806,7 +795,7 @@ def test_a_file_that_cannot_be_written_is_the_reason_of_the_end(recipe: Path, tm
     run(recipe, f"environment={FAULTS}:low_bytes", "deterministic=true", "train.steps=1")
     before = contents(tmp_path / "run" / "checkpoint")
     size = max(len(content) for content in before.values())
-    process = in_a_process(recipe, "resume=auto", "train.steps=9", file_limit=size - 1)
+    process = in_a_process(recipe, "resume=auto", "train.steps=9", fault=f"limit:{size - 1}")
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output
     assert "could not be written" in output

@@ -14,46 +14,63 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 
 class Forked:
-    """`turnwise WORDS` in a process of its own. As a `subprocess.Popen`: `pid`, `poll`, `wait`, `send_signal`, `kill`.
+    """`turnwise WORDS` in a process of its own, used as a `subprocess.Popen`.
 
     Args:
         words: What follows `turnwise`, such as `["train", "recipe.yaml"]`.
-        stdout: The file that takes what the process prints.
+        stdout: The file that takes what the process prints; PIPE: the attribute `stdout` has its text.
         stderr: The same for its messages; None: `stdout`.
-        environment: Variables to be set besides those of this process.
+        env: Its variables; None: those of this process.
     """
 
     def __init__(
         self,
         words: Sequence[str],
         *,
-        stdout: IO[Any] | int,
+        stdout: IO[Any] | int = subprocess.PIPE,
         stderr: IO[Any] | int | None = None,
-        environment: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
+        self.stdout: IO[str] | None = None
+        if piped := stdout == subprocess.PIPE:
+            reading, stdout = os.pipe()
+            self.stdout = os.fdopen(reading, encoding="utf-8")
         self._ended, status = os.pipe()
         out = stdout if isinstance(stdout, int) else stdout.fileno()
         error = out if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
-        asked = {
-            "words": list(map(str, words)),
-            "folder": os.getcwd(),
-            "environment": {**os.environ, **(environment or {})},
-        }
+        asked = {"words": list(map(str, words)), "folder": os.getcwd(), "env": dict(os.environ if env is None else env)}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.connect(_server())
             text = json.dumps(asked).encode()
             socket.send_fds(server, [len(text).to_bytes(8, "big")], [out, error, status])
             server.sendall(text)
-            os.close(status)
+            for file in [status, *([out] if piped else [])]:
+                os.close(file)
             self.pid = int.from_bytes(_read(server, 8), "big")
         self.returncode: int | None = None
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.stdout is not None:
+            self.stdout.close()
+        self.wait()
+
+    def communicate(self, timeout: float = 300.0) -> tuple[str, None]:
+        """What the process prints until it has ended."""
+        assert self.stdout is not None
+        with self.stdout:
+            printed = self.stdout.read()
+        self.wait(timeout)
+        return printed, None
 
     def poll(self) -> int | None:
         """The exit status; None while the process runs. -N if signal N ended it."""
@@ -154,11 +171,12 @@ def _run(asked: dict[str, Any]) -> None:
     os.chdir(asked["folder"])
     sys.path[0] = asked["folder"]
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(asked["env"])
     sys.argv = ["turnwise", *asked["words"]]
     raise SystemExit(program())
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[2] / "src")
+    tests = Path(__file__).parents[1]
+    sys.path[:1] = ["", str(tests.parent / "src"), str(tests)]  # the first becomes a run's working directory
     _serve(int(sys.argv[1]))

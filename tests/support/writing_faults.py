@@ -6,6 +6,7 @@ The module of an environment is imported by the process that has rank 0, and may
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -48,6 +49,8 @@ def _other_rank() -> int:
     raise AssertionError("there is no rank 1")
 
 
-if _KIND:
+if _KIND == "limit":  # of the bytes of a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(_STEP), int(_STEP)))
+elif _KIND:
     checkpoint.sync_file = _faulty
     shards.sync_file = _faulty
