@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -309,7 +310,7 @@ class Stops:
         from turnwise.errors import RunError
 
         self._running = True
-        os._exit = _refuse_exit
+        os._exit = partial(_refuse_exit, os.getpid())
         try:
             return asyncio.run(self._supervised(main))
         except asyncio.CancelledError:
@@ -363,15 +364,14 @@ class Stops:
 
 
 _exit = os._exit
-_process = os.getpid()
 _RESUME = "The steps up to the last checkpoint are kept: resume=auto continues"
 _CANCEL_OWN = "Cancel only tasks that your code has created"
 
 
-def _refuse_exit(status: int) -> NoReturn:
-    """`os._exit` while a run is in progress. In a conversation it fails that conversation, as `sys.exit` does. Elsewhere, such as
-    in a thread that user code has started, it ends the process, which must not look like a finished run."""
-    if os.getpid() != _process:  # a child process
+def _refuse_exit(process: int, status: int) -> NoReturn:
+    """`os._exit` while a run is in progress in `process`. In a conversation it fails that conversation, as `sys.exit` does.
+    Elsewhere, such as in a thread that user code has started, it ends the process, which must not look like a finished run."""
+    if os.getpid() != process:  # one of its children
         _exit(status)
     from turnwise.user_code.calls import conversation_name
 
