@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from turnwise.engines.remote.server_process import (
     ServerCommand,
     ServerProcess,
     devices_of_servers,
-    install_advice,
     python_path,
+    start_advice,
 )
 from turnwise.engines.remote.servers import Replica, Replicas
 from turnwise.errors import ConfigError, EngineError
@@ -72,17 +72,20 @@ def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.05)
 
 
-def process(tmp_path: Path, script: str = SERVER, *, timeout: float = 20.0) -> tuple[ServerProcess, int]:
+def process(tmp_path: Path, script: str = SERVER, **options: Any) -> tuple[ServerProcess, int]:
     port = HeldPort()
-    return ServerProcess(_command(tmp_path, script, port.number, timeout=timeout), port), port.number
+    return ServerProcess(_command(tmp_path, script, port.number, **options), port), port.number
 
 
-def _command(tmp_path: Path, script: str, port: int, *, timeout: float = 20.0) -> ServerCommand:
+def _command(
+    tmp_path: Path, script: str, port: int, *, timeout: float = 20.0, given: Sequence[str] = ()
+) -> ServerCommand:
     return ServerCommand(
         name="test server",
         arguments=[sys.executable, "-c", script, str(port), str(tmp_path / "pids")],
         log=tmp_path / "logs" / "server.log",
         start_timeout=timeout,
+        given=given,
     )
 
 
@@ -298,12 +301,36 @@ def test_the_shared_memory_of_a_server_is_removed_however_it_ends(tmp_path: Path
         ("RuntimeError: Failed to infer device type, please set the environment variable", "not a build for"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", "update the driver"),
         ("ModuleNotFoundError: No module named 'vllm'", "Set engine.python"),
-        ("ValueError: too little memory", ""),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "engine.memory_gb"),
+        ("ValueError: ... Try increasing `gpu_memory_utilization` when initializing", "engine.memory_gb"),
+        ("ValueError: no such model", ""),
     ],
 )
-def test_an_engine_that_is_not_there_and_one_of_another_build_are_told_apart(said: str, advice: str) -> None:
-    told = install_advice(f"Traceback:\n{said}\n")
+def test_what_a_server_says_at_its_start_is_told_with_what_to_change(said: str, advice: str) -> None:
+    told = start_advice(f"Traceback:\n{said}\n")
     assert advice in told if advice else told == ""
+
+
+ARGUMENTS = ["--enforce-eager", "--kv-cache-dtype", "fp8", "--max-model-len=90000"]
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (
+            "NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512 or AMX.",
+            "has --kv-cache-dtype fp8, which",
+        ),
+        ("api_server.py: error: argument --kv-cache-dtype: invalid choice: 'fp8'", "has --kv-cache-dtype fp8, which"),
+        ("ValueError: kv_cache_dtype is not supported", "has --kv-cache-dtype fp8, which"),
+        ("ValueError: the model's max seq len (90000) is larger than", "has --max-model-len=90000, which"),
+        ("ValueError: a model of this type is unknown", f"[{', '.join(ARGUMENTS)}] was given to the engine as it is"),
+    ],
+)
+def test_an_argument_of_the_recipe_that_an_error_is_about_is_named(said: str, named: str) -> None:
+    told = start_advice(said, ARGUMENTS)
+    assert told.startswith(f"engine.arguments{'=' if named.startswith('[') else ' '}{named}")
+    assert told.endswith("change or remove it")
 
 
 def test_a_server_that_ends_at_its_start_is_reported_with_its_log(tmp_path: Path) -> None:
@@ -330,7 +357,7 @@ for line in range(40):
     print("  File", line)
 sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
 """
-    own, port = process(tmp_path, script)
+    own, port = process(tmp_path, script, given=["--max-model-len", "9000"])
     server = HttpServer(f"http://127.0.0.1:{port}")
     own.command.log.parent.mkdir()
     own.command.log.write_text("OSError: of an earlier start\n")
@@ -345,7 +372,10 @@ sys.exit("RuntimeError: Engine core initialization failed. See root cause above.
     message = asyncio.run(main())
     assert message.count("ValueError: 1.2 GiB KV cache is needed") == 1
     assert message.count("RuntimeError: Engine core initialization failed") == 1
-    assert message.index("ValueError") < message.index("The end of its log") < message.index("RuntimeError")
+    *_, status, above, cause, advice = message.splitlines()
+    assert "ended with status 1" in status
+    assert (above, cause) == ("Errors above it in the log:", "  ValueError: 1.2 GiB KV cache is needed")
+    assert advice.startswith("The memory does not suffice"), "the last line says what to change"
     assert "OSError" not in message, "neither of a warning nor of an earlier start"
 
 
@@ -395,7 +425,7 @@ def test_an_interpreter_without_the_engine_is_named_in_the_error(tmp_path: Path)
     async def never() -> bool:
         return False
 
-    with pytest.raises(EngineError, match=r"(?s)Set engine\.python to the Python interpreter.*no_such_engine"):
+    with pytest.raises(EngineError, match=r"(?s)no_such_engine.*\nSet engine\.python to the Python interpreter"):
         asyncio.run(server.wait_until(never))
 
 

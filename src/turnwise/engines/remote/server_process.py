@@ -60,14 +60,61 @@ _BUILD = (
 _log = logging.getLogger(__name__)
 
 
-def build_advice(text: str) -> str:
-    """What to do about an engine that says this at its start, if its build is not for this machine; else empty."""
-    return f". {_BUILD}" if _OTHER_BUILD.search(text) else ""
+_MEMORY = re.compile(
+    r"gpu_memory_utilization|kv.cache.memory|KV cache is needed|mem.fraction.static|out of memory", re.I
+)
+"""What engines say, with the names of their own options, if memory does not suffice."""
+_SET_MEMORY = (
+    "The memory does not suffice: in the recipe, engine.memory_gb (KV cache) and limits.context change what the engine needs, "
+    "engine.sleep and engine.devices what the trainer leaves. `turnwise plan` computes what fits"
+)
 
 
-def install_advice(text: str) -> str:
-    """As `build_advice`, also for an engine that is not there."""
-    return build_advice(text) or (f". {_NO_ENGINE}" if "No module named" in text else "")
+def is_other_build(text: str) -> bool:
+    """Whether an engine says at its start that its build is not for this machine."""
+    return _OTHER_BUILD.search(text) is not None
+
+
+def start_advice(text: str, given: Sequence[str] = ()) -> str:
+    """What to change for an engine that says this at its start; empty if that is not known. `given` is `engine.arguments`.
+
+    Example: `start_advice("NotImplementedError: FP8 KV cache on CPU requires AMX", ["--kv-cache-dtype", "fp8"])` gives
+    `engine.arguments has --kv-cache-dtype fp8, which the error seems to be about: change or remove it`.
+    """
+    if is_other_build(text):
+        return _BUILD
+    if "No module named" in text:
+        return _NO_ENGINE
+    named = [option for option in _given_options(given) if _is_about(text, option)]
+    if named:
+        return f"engine.arguments has {', '.join(named)}, which the error seems to be about: change or remove it"
+    if _MEMORY.search(text):
+        return _SET_MEMORY
+    if given:
+        return (
+            f"engine.arguments=[{', '.join(given)}] was given to the engine as it is: if the error is about one of them, "
+            f"change or remove it"
+        )
+    return ""
+
+
+def _given_options(given: Sequence[str]) -> list[str]:
+    """Options with their values: `["--kv-cache-dtype fp8"]` for `["--kv-cache-dtype", "fp8"]`."""
+    options: list[str] = []
+    for word in given:
+        if word.startswith("--") or not options:
+            options.append(word)
+        else:
+            options[-1] += f" {word}"
+    return options
+
+
+def _is_about(text: str, option: str) -> bool:
+    """Whether an error names an option, or has more than half of the words of the option and its value."""
+    name = re.split(r"[ =]", option)[0]
+    said, words = (set(re.findall(r"[a-z0-9]+", one.lower())) for one in (text, option))
+    as_one = re.sub(r"[-_ ]+", "-", text.lower())
+    return name.lstrip("-").lower().replace("_", "-") in as_one or len(words & said) > len(words) / 2
 
 
 _ASK_VERSION = """
@@ -173,6 +220,8 @@ class ServerCommand:
     """The file to which the output of the server is appended."""
     start_timeout: float = 600.0
     """The longest time from the start until the server is ready, in seconds."""
+    given: Sequence[str] = ()
+    """Those of the arguments that the recipe has given (`engine.arguments`)."""
 
 
 _OF_RANKS = re.compile(
@@ -266,20 +315,25 @@ class ServerProcess:
             )
 
     def log_tail(self) -> str:
-        """The end of an error message: the last lines of the log, after the errors above them, which may be the cause."""
+        """The end of an error message: the last lines of the log, the errors above them, which may be the cause, and what to
+        change, if that is known."""
+        command = self.command
         try:
-            with self.command.log.open("rb") as file:
+            with command.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - _LONGEST_LOG))
                 log = file.read().decode("utf-8", errors="replace")
         except OSError:
-            return f". Its log is {self.command.log}"
+            return f". Its log is {command.log}"
         lines = log[max(0, log.rfind(_START)) :].splitlines()
         end = lines[-_TAIL:]
-        hint = install_advice("\n".join(end))
         errors = _errors(lines[:-_TAIL], "\n".join(end))
-        quoted = "".join(["Errors in its log:", *(f"\n  {error}" for error in errors), "\n"]) if errors else ""
-        return "".join([f"{hint}. {quoted}The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])
+        text = [f". The end of its log {command.log}:", *(f"  {line}" for line in end)]
+        text += ["Errors above it in the log:", *(f"  {error}" for error in errors)] if errors else []
+        # engines go on without many modules
+        causes = [*(error for error in errors if "No module named" not in error), *_errors(end, "")]
+        advice = start_advice("\n".join(causes or end), command.given)
+        return "\n".join([*text, *([advice] if advice else [])])
 
     async def stop(self, grace: float = guard.GRACE + 5.0) -> None:
         """End the process group: SIGTERM, and SIGKILL after 10 seconds. Returns when it has ended."""

@@ -110,6 +110,7 @@ def server_command(
         environment=environment,
         log=served.logs / f"sglang-{number}.log",
         start_timeout=options.start_timeout,
+        given=options.arguments,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.server_process import build_advice, python_path, without_rank
+from turnwise.engines.remote.server_process import is_other_build, python_path, start_advice, without_rank
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, WakePart
 from turnwise.engines.remote.weights import BY_GLOO, Sending, WeightUpdate
 from turnwise.engines.vllm.api import (
@@ -36,11 +36,13 @@ _LEASE = 1e9  # seconds; no other trainer can reach this engine
 
 class InProcessServer(HttpServer):
     """Stands for the engine where a server stands: it is started by the first check of its health, with these arguments.
-    `environment` is for the processes that compute; it chooses their GPUs."""
+    `environment` is for the processes that compute; it chooses their GPUs. `given` are the arguments of the recipe."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, given: Sequence[str] = ()
+    ) -> None:
         super().__init__("http://in-process")
-        self._arguments = arguments
+        self._arguments, self._given = arguments, given
         self._environment = environment or {}
         self._llm: Any | None = None
 
@@ -59,7 +61,7 @@ class InProcessServer(HttpServer):
             self._llm = None
         if self._llm is None:
             with started_processes_have({"PYTHONPATH": python_path(), **self._environment}):
-                self._llm = _start(self._arguments)
+                self._llm = _start(self._arguments, self._given)
         return True
 
     async def close(self) -> None:
@@ -240,23 +242,30 @@ def not_here(reason: str) -> ConfigError:
     )
 
 
-def _start(arguments: Sequence[str]) -> Any:
+def _start(arguments: Sequence[str], given: Sequence[str]) -> Any:
     """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        if advice := build_advice(str(error)):
-            raise ConfigError(f"engine.mode=in_process cannot import vLLM: {error}{advice}") from None
+        if is_other_build(str(error)):
+            raise ConfigError(
+                f"engine.mode=in_process cannot import vLLM: {error}. {start_advice(str(error))}"
+            ) from None
         raise not_here(str(error)) from None
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = parser.parse_args(list(arguments))
+    try:
+        parsed = parser.parse_args(list(arguments))
+    except SystemExit:  # its message is on the terminal
+        raise ConfigError(f"vLLM does not take its arguments. {start_advice('', given)}") from None
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
     except (ValueError, RuntimeError) as error:
-        advice = build_advice(str(error))
-        raise EngineError(f"vLLM's engine could not be started in this process: {error}{advice}") from error
+        advice = start_advice(str(error), given)
+        raise EngineError(
+            f"vLLM's engine could not be started in this process: {error}{'.' if advice else ''} {advice}".rstrip()
+        ) from error
 
 
 def _prompt(request: Request, salt: str) -> Any:

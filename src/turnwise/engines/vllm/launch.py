@@ -35,7 +35,8 @@ def servers(options: VllmEngineSection, served: ServedModel) -> tuple[ServerApi,
         from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
 
         arguments = [*engine_arguments(options, served), *options.arguments]
-        return InProcessApi(**known), [Replica(InProcessServer(arguments, visible(served.devices(), 0)), "")]
+        server = InProcessServer(arguments, visible(served.devices(), 0), given=options.arguments)
+        return InProcessApi(**known), [Replica(server, "")]
     return VllmApi(**known), replicas_of(options, HEALTH, partial(server_command, options, served))
 
 
@@ -106,6 +107,7 @@ def server_command(
         environment={**server_environment(token), **visible(served.devices(), number)},
         log=served.logs / f"vllm-{number}.log",
         start_timeout=options.start_timeout,
+        given=options.arguments,
     )
 
 
