@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoConfig,
     Gemma2Config,
@@ -35,12 +37,15 @@ from transformers import (
 import turnwise
 from support.hybrids import hybrid
 from support.mixtures import mixture
-from support.tiny import save_model
+from support.tiny import save_model, tiny_model
 from support.vision import save_qwen2_vl, save_qwen3_vl, save_vision_model
 from turnwise.doctor.memory import Workload
 from turnwise.errors import RunError
+from turnwise.options.engines import FsdpSection
 from turnwise.options.schema import Config
 from turnwise.planning.memory import rank_memory
+from turnwise.training.sharded.ranks import Mesh as MeshOfRanks
+from turnwise.training.sharded.sharded_model import ShardedModel
 from turnwise.training.sharded.shards import complete_state, share_out
 from turnwise.version import source_checksum, source_version
 
@@ -463,6 +468,24 @@ def test_micro_batches_are_shared_out_in_the_fewest_rounds(
     sizes: list[int], ranks: int, shares: list[list[int]]
 ) -> None:
     assert share_out(sizes, ranks) == shares
+
+
+def test_a_probe_finds_the_device_where_a_rank_computes_whatever_keeps_its_parts() -> None:
+    """With cluster.fsdp.offload=cpu, parts are on the CPU, and complete weights on the GPU. Probes make their inputs on
+    `model.device`, that of the first parameter: in a probe it is the complete embedding, on the device of the mesh."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = tiny_model(vocabulary=50)
+        sharded = ShardedModel(model, MeshOfRanks.of("cpu", 1, 2, 1, 1, 1), FsdpSection())
+
+        def first() -> tuple[bool, bool]:
+            parameter = next(model.parameters())
+            return parameter is model.get_input_embeddings().weight, isinstance(parameter, DTensor)
+
+        assert sharded.probe(first) == (True, False)
+        assert first() == (True, True)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # A critic on several ranks has the values, losses and gradients of one process, and goes on with what another number

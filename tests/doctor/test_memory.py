@@ -327,14 +327,17 @@ def test_the_command_compares_with_the_memory_that_it_is_given(
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     tree = {
-        "model": {"path": str(model), "device": "cpu"},
+        "model": {"path": str(model), "device": "auto"},
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "reward": {"trajectory": [f"{Path(__file__).parents[1] / 'support' / 'places.py'}:length"]},
     }
     recipe.write_text(yaml.safe_dump(tree))
-    assert main(["doctor", str(model), "--recipe", str(recipe), "--weights", "never", "--memory-gb", "0.5"]) == 1
-    told = capsys.readouterr().out
-    assert "and there are 0.5 GiB" in told
+    doctor = ["doctor", str(model), "--recipe", str(recipe), "--weights", "never", "--memory-gb", "0.5"]
+    for device, named in ((), torch.cuda.is_available()), (("model.device=cpu",), True):
+        assert main([*doctor, *device]) == 1
+        told = " ".join(capsys.readouterr().out.split())
+        assert "and there are 0.5 GiB" in told
+        assert told.endswith("For GPUs elsewhere, add model.device=cuda.") is not named
     assert main(["doctor", str(model), "--memory-gb", "0.5"]) == 1
 
 

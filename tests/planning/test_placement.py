@@ -247,12 +247,12 @@ def test_the_command_prints_placement_and_memory_of_the_ranks(recipe: Path, caps
     assert "4 ranks, each on a device of its own" in output
     assert "on each of 4 ranks" in output
     assert "2 for each optimizer step, on average" in output
-    assert "the plan of passes on a CPU" in output
+    assert "the memory of passes on a CPU" in output
     assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "0.001"]) == 1
     assert (
         main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "model.device=cuda", "--memory-gb", "64"]) == 0
     )
-    assert capsys.readouterr().out.count("the plan of passes on a CPU") == 1  # not for GPUs
+    assert capsys.readouterr().out.count("the memory of passes on a CPU") == 1  # not for GPUs
 
 
 def test_the_placement_names_rollout_workers(recipe: Path) -> None:

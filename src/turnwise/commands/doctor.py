@@ -110,6 +110,8 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
         context.console.out(as_json(model, checks), highlight=False)
     else:
         show(checks, context.console)
+        if config is not None and options.memory_gb:
+            _note_passes_on_a_cpu(config, context.console)
     return int(worst([check.status for check in checks]) == "fail")
 
 
@@ -143,18 +145,26 @@ def register_plan(parser: argparse.ArgumentParser) -> None:
 
 def _run_plan(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
-    from turnwise.doctor.memory import on_gpu
     from turnwise.doctor.options import fine_tunes
 
     config, _ = load(options.recipe, options.overrides)
     sections, memory = (_fine_tuning_plan if fine_tunes(config) else _training_plan)(config, options)
     print_plan(context.console, sections, memory)
-    if config.model.device == "auto" and not on_gpu(config) and (options.memory_gb or options.ranks):
-        context.console.print(
-            "This is the plan of passes on a CPU, because this machine has no GPU. For GPUs elsewhere, add model.device=cuda.",
+    if options.memory_gb or options.ranks:
+        _note_passes_on_a_cpu(config, context.console)
+    return int(memory.status == "fail")
+
+
+def _note_passes_on_a_cpu(config: Config, console: Console) -> None:
+    """Say so, if the memory was predicted for a CPU only because this machine has no GPU."""
+    from turnwise.doctor.memory import on_gpu
+
+    if config.model.device == "auto" and not on_gpu(config):
+        console.print(
+            "This is the memory of passes on a CPU, because this machine has no GPU. For GPUs elsewhere, add "
+            "model.device=cuda.",
             highlight=False,
         )
-    return int(memory.status == "fail")
 
 
 def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping[str, Sequence[PlanLine]], Check]:
