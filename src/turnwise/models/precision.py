@@ -223,9 +223,9 @@ _WITHOUT_EFFECT = frozenset(
         # contained in the mask
         *("sliding_window", "attention_mask"),
         # options of the sequence, the cache or the output: the attention scores do not depend on them
-        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "return_dict"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "token_type_ids"),
-        *("mm_token_type_ids", "hidden_states", "layer_idx", "deterministic"),
+        *("position_ids", "position_embeddings", "cache_position", "cache", "past_key_values", "use_cache"),
+        *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
+        *("token_type_ids", "mm_token_type_ids", "hidden_states", "layer_idx", "deterministic"),
         # options of packed sequences, which turnwise does not use
         *("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
     )

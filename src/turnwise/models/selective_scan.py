@@ -45,16 +45,16 @@ def _forward(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`forward` of a layer, which says to the scan where it begins."""
 
     @functools.wraps(own)
-    def forward(
-        self: Any, hidden_states: torch.Tensor, cache_params: Any = None, *arguments: Any, **options: Any
-    ) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        # the name is `cache` since transformers 5.24
+        cache = arguments[0] if arguments else options.get("cache", options.get("cache_params"))
         several = hidden_states.shape[1] > 1
-        if not several or cache_params is None or not cache_params.has_previous_state(self.layer_idx):
-            return own(self, hidden_states, cache_params, *arguments, **options)
-        state = cache_params.layers[self.layer_idx].recurrent_states[0]
+        if not several or cache is None or not cache.has_previous_state(self.layer_idx):
+            return own(self, hidden_states, *arguments, **options)
+        state = cache.layers[self.layer_idx].recurrent_states[0]
         token = _before.set(iter([state] if state.dim() == 3 else state.unbind(1)))  # Zamba scans head by head
         try:
-            return own(self, hidden_states, cache_params, *arguments, **options)
+            return own(self, hidden_states, *arguments, **options)
         finally:
             _before.reset(token)
 

@@ -30,7 +30,7 @@ from turnwise.models.selective_scan import continue_selective_scans
 from turnwise.training.tree import FlatRun, Tree, current_tree
 
 _UPDATES = ("update_conv_state", "update_recurrent_state")
-_CACHES = ("cache_params", "past_key_values")
+_CACHES = ("cache", "cache_params", "past_key_values")
 _MASKS = ("attention_mask", "mask")
 _SHORTEST = 0.5
 """The length of a leaf, in proportion to the longest, from which it is computed together with it."""

@@ -383,8 +383,10 @@ class GenericForward:
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": self._masks(masks) if masks else None,
+            # models have one of these names: `cache` since transformers 5.24, before it the last without attention
+            "cache": cache,
             "past_key_values": cache,
-            "cache_params": cache,  # of models without attention
+            "cache_params": cache,
         }
         arguments = {name: value for name, value in arguments.items() if name in self._arguments}
         tuned = _tuned_by_index(self._tuned, index)

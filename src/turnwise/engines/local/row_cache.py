@@ -39,6 +39,8 @@ _RECURRENT = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+_NOTHING = "DummyLayer"
+"""The class of layers that keep nothing, since transformers 5.24."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,10 @@ def probe_layers(model: PreTrainedModel) -> tuple[KeptByLayer, ...]:
     ids = torch.zeros((1, 3), dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad():
         output = model(input_ids=ids, use_cache=True)
-    cache = output.get("past_key_values")
-    if not isinstance(cache, Cache):
-        cache = output.get("cache_params")  # models without attention
-    if not isinstance(cache, Cache):
+    # `cache` since transformers 5.24; before it, `cache_params` of models without attention
+    found = (output.get(name) for name in ("cache", "past_key_values", "cache_params"))
+    cache = next((one for one in found if isinstance(one, Cache)), None)
+    if cache is None:
         raise unsupported(model, "it returns no cache of keys, values or states")
     return tuple(_kept_by(layer, index, model) for index, layer in enumerate(cache.layers))
 
@@ -82,6 +84,8 @@ def unsupported(model: PreTrainedModel, reason: str) -> EngineError:
 
 
 def _kept_by(layer: object, index: int, model: PreTrainedModel) -> KeptByLayer:
+    if type(layer).__name__ == _NOTHING:
+        return KeptByLayer()
     if type(layer) not in (*_ATTENTION, *_RECURRENT):
         kept = {name: tuple(value.shape) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
         needed = ", ".join(f"{name} {list(shape)}" for name, shape in kept.items() if name not in ("keys", "values"))
