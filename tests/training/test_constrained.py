@@ -48,6 +48,7 @@ from turnwise.types import (
     Row,
     Sampling,
     SamplingChange,
+    ToolSchema,
     Trajectory,
     Turn,
 )
@@ -352,10 +353,11 @@ def test_the_options_of_the_recipe_reach_the_turns(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     assert constraint() == ""
     assert constraint("tool_calls.constrain=true").endswith("start: (call_in_text)* TEXT\n")
-    assert constraint("tool_calls.choice=required").endswith("(calls) WS\n")
+    assert constraint("tool_calls.choice=required").endswith("WS calls WS\n")
     form = "sampling.response_format={type: regex, pattern: a/b}"
     assert "ANSWER: /a\\/b/" in constraint(form)
-    assert constraint(form).endswith("(calls | answer) WS\n")
+    assert constraint(form).endswith("WS calls WS | answer\n")
+    assert constraint("sampling.response_format={type: json_object}").endswith("WS calls WS | WS answer WS\n")
     for wrong, message in (
         (
             ("engine.name=scripted", "engine.script=s.jsonl"),
@@ -413,11 +415,19 @@ def test_a_format_without_json_arguments_is_refused_by_its_name() -> None:
         renderer.constraint([SEARCH])
 
 
-def fits(renderer: Renderer, text: str, *, opened: str = "", choice: Any = None, answer: Any = None) -> str:
+def fits(
+    renderer: Renderer,
+    text: str,
+    *,
+    opened: str = "",
+    choice: Any = None,
+    answer: Any = None,
+    tools: Sequence[ToolSchema] = (SEARCH,),
+) -> str:
     """The beginning of a text that the grammar allows; with "$" if the turn may end there."""
     stop = renderer.encode("<|im_end|>")[0]
     change = SamplingChange(tool_choice=choice, answer_format=answer)
-    constraint = renderer.constraint([SEARCH], change, stops=[stop], reasoning_opening=opened)
+    constraint = renderer.constraint(tools, change, stops=[stop], reasoning_opening=opened)
     assert constraint is not None
     matcher = renderer.masks.matcher(constraint)
     for passed, token in enumerate(renderer.encode(text)):
@@ -467,6 +477,20 @@ def test_no_text_is_in_front_of_reasoning_where_the_turn_has_a_form() -> None:
     assert fits(renderer, f"<think>hm</think>{CALL}", answer=digits) == f"<think>hm</think>{CALL}$"
     for choice, answer in ((None, digits), ("required", None)):
         assert fits(renderer, "Free text. <think>x</think>", choice=choice, answer=answer) == ""
+
+
+def test_an_answer_of_a_regular_expression_is_exact() -> None:
+    digits, json_object = AnswerFormat(kind="regex", value="[0-9]+"), AnswerFormat(kind="json_object", value="")
+    for thinks in (False, True):
+        renderer = Renderer(byte_tokenizer(THINKS) if thinks else byte_tokenizer())
+        assert fits(renderer, "12 ", answer=digits) == "12"
+        assert fits(renderer, "\n12", answer=digits) == "\n"  # a call may follow
+        assert fits(renderer, f"\n{CALL}\n", answer=digits) == f"\n{CALL}\n$"
+        assert fits(renderer, "\n{}\n", answer=json_object) == "\n{}\n$"
+        # without tools, nothing may follow
+        assert fits(renderer, "\n", answer=digits, tools=[]) == ""
+    assert fits(renderer, "<think>hm</think>\n\n12\n", answer=digits, tools=[]) == "<think>hm</think>\n\n12"
+    assert fits(renderer, "hm</think>\n\n12", opened="<think>\n", answer=digits) == "hm</think>\n\n12$"
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,8 @@ def _grammar(
         rules.append(_answer_rule(wanted.answer, masks))
     first = " | ".join(f"{name}_close" for name in thoughts) if opened else ""
     head = f"({first}) " if first else ""
-    maybe = f"WS ({' | '.join(thoughts)})? " if thoughts and not opened else ""
     if forced:
-        ends = [*(["calls"] if tools else []), *(["answer"] if wanted.answer and wanted.choice == "auto" else [])]
-        start = f"start: {head}{maybe}WS ({' | '.join(ends)}) WS"
+        start = f"start: {_forced_start(wanted, head, thoughts, calls=bool(tools))}"
     else:
         before = [*([] if wanted.single else ["call_in_text"]), *thoughts]
         blocks = f"{head}({' | '.join(before)})* " if before else head
@@ -245,6 +243,21 @@ def _grammar(
         last = "(TEXT | call_in_text WS)" if wanted.single else "TEXT"
         start = f"start: {blocks}{last}{unclosed}{' | TEXT' if head else ''}"
     return "\n".join([*rules, start]) + "\n"
+
+
+def _forced_start(wanted: Constrained, head: str, thoughts: Sequence[str], *, calls: bool) -> str:
+    """A turn without free text: reasoning, which `head` closes if the prompt has opened it, and calls or an answer. White space
+    may stand around each of them, but not around an answer of a regular expression, which is exact; there, it only separates the
+    answer from reasoning."""
+    ends, before = {"calls": "calls WS"} if calls else {}, {"calls": "WS ", "answer": "WS "}
+    if wanted.answer is not None and wanted.choice == "auto":
+        exact = wanted.answer.kind == "regex"
+        ends["answer"], before["answer"] = ("answer", "") if exact else ("answer WS", "WS ")
+    reasoned = f"WS ({' | '.join(ends.values())})"
+    if head:
+        return f"{head}{reasoned}"
+    first = [f"{min(before.values())}({' | '.join(thoughts)}) {reasoned}"] if thoughts else []
+    return " | ".join([*first, *(f"{before[name]}{end}" for name, end in ends.items())])
 
 
 def _callable(tools: Sequence[ToolSchema], names: Sequence[str] | None) -> Sequence[ToolSchema]:
