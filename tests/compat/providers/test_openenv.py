@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -224,33 +225,82 @@ def test_a_server_gives_the_rewards_that_its_own_client_gets(server: str) -> Non
 
 
 SERVER = """
-import sys, uvicorn
+import os, sys, uvicorn
 from openenv.core.env_server import create_fastapi_app
 exec(open(sys.argv[1]).read())
-uvicorn.run(create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=8), host="127.0.0.1", port=int(sys.argv[2]))
+
+class Mortal(Guessing):
+    def step(self, action: Guess, timeout_s=None, **kwargs):
+        if action.number == 99:
+            print("No number is so large.", flush=True)
+            os._exit(3)
+        return super().step(action)
+
+uvicorn.run(create_fastapi_app(Mortal, Guess, Hint, max_concurrent_envs=8), host="127.0.0.1", port=int(sys.argv[2]))
 """
+IMAGE = "turnwise-openenv"
+
+
+def openenv_image(place: Path, tmp_path: Path, games: Path, port: int, *, outlives: bool = False) -> dict[str, Any]:
+    """Build the image of a server with this machine's Python. `outlives`: the container does not end with its server. Returns the
+    arguments of the recipe."""
+    (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
+    root = "/host"
+    # this machine's Python with the library, in a container whose image has a shell only
+    command = ["chroot", root, sys.executable, str(tmp_path / "server.py"), str(games), str(port)]
+    if outlives:
+        command = ["sh", "-c", f"{shlex.join(command)}; sleep 600"]
+    folder = busybox_folder(tmp_path / "image", f"CMD {json.dumps(command)}")
+    built = subprocess.run(
+        [place / "podman", "build", f"--tag={IMAGE}", folder], capture_output=True, text=True, timeout=60
+    )
+    assert built.returncode == 0, built.stderr
+    options = ["--network=host", f"--volume=/:{root}:ro", "--env=TMPDIR=/dev/shm"]
+    return {"image_options": options, "port": port}
+
+
+def test_a_server_that_is_lost_is_replaced(
+    games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnwise.compat.providers.openenv._RESTARTS", 2)
+    with real_tool("podman", tmp_path / "podman") as place:
+        monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+        config = recipe(f"docker://{IMAGE}", **openenv_image(place, tmp_path, games, free_port(), outlives=True))
+        rows, environments = assembly.rows(config, limit=7), assembly.environment_factory(config)
+
+        def ended(*turns: str) -> str:
+            (one,) = hold_all(Says(*turns), environments, row=rows[6], limits=LIMITS, size=1)
+            assert one.error is not None
+            assert one.error.kind == "environment"
+            return one.error.message
+
+        lost = f"the server of openenv:docker://{IMAGE} "
+        # the server ends in an episode, its container does not
+        assert ended("1", "99").startswith(f"{lost}accepts no connection; it printed: ")
+        for one in hold_all(Says("1", "9", "6"), environments, row=rows[6], limits=LIMITS, size=3):
+            assert one.error is None, one.error
+            assert sum(turn.reward for turn in one.turns) == 0.5
+        # the container is removed between episodes
+        listed = [place / "podman", "ps", "--quiet", "--filter=label=turnwise.process"]
+        (container,) = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+        subprocess.run([place / "podman", "rm", "--force", container], check=True, capture_output=True)
+        assert ended("99").startswith(f"{lost}accepts no connection")
+        assert ended("1").endswith("(the last of 3 that were lost: no other is started)")
+        warnings = [record.getMessage() for record in caplog.records if "Another one" in record.getMessage()]
+        assert ["No number is so large." in warning for warning in warnings] == [True, False]
+        assert all(warning.startswith(lost) for warning in warnings)
+        assert warnings[1].endswith("Another one is started, number 2 of at most 2.")
+        asyncio.run(environments.aclose())
+        assert not has_containers(place / "podman")
 
 
 def test_an_image_is_a_server_for_the_run_in_a_container_that_is_removed(
     games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
-    port, root = free_port(), "/host"
     with real_tool("podman", tmp_path / "podman") as place:
         monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
-        # this machine's Python with the library, in a container whose image has a shell only
-        command = ["chroot", root, sys.executable, str(tmp_path / "server.py"), str(games), str(port)]
-        folder = busybox_folder(tmp_path / "image", f"CMD {json.dumps(command)}")
-        built = subprocess.run(
-            [place / "podman", "build", "--tag=turnwise-openenv", folder],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert built.returncode == 0, built.stderr
-        options = ["--network=host", f"--volume=/:{root}:ro", "--env=TMPDIR=/dev/shm"]
-        name = "docker://turnwise-openenv"
-        config = recipe(name, image_options=options, port=port)
+        name, arguments = f"docker://{IMAGE}", openenv_image(place, tmp_path, games, free_port())
+        config = recipe(name, **arguments)
         rows, environments = assembly.rows(config, limit=7), assembly.environment_factory(config)
         assert has_containers(place / "podman")
         for one in hold_all(Says("1", "9", "6"), environments, row=rows[6], limits=LIMITS, size=3):
@@ -258,7 +308,8 @@ def test_an_image_is_a_server_for_the_run_in_a_container_that_is_removed(
             assert sum(turn.reward for turn in one.turns) == 0.5
         asyncio.run(environments.aclose())
         assert not has_containers(place / "podman")
-        broken = recipe(name, image_options=[*options, f"--env=PYTHONHOME={tmp_path}"], port=port, seconds_to_start=3)
+        options = [*arguments["image_options"], f"--env=PYTHONHOME={tmp_path}"]
+        broken = recipe(name, **{**arguments, "image_options": options}, seconds_to_start=3)
         with pytest.raises(
             ConfigError,
             match=r"(?s)the server in it (ended|did not answer within seconds_to_start=3.*); it printed: .*(encodings|init)",

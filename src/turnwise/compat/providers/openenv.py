@@ -10,16 +10,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import subprocess
 import tempfile
+import threading
 import time
 import typing
 import urllib.request
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 from pydantic import ValidationError
 
@@ -30,8 +33,8 @@ from turnwise.environments.agents.containers import Container, ContainerError, C
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import failed
 from turnwise.environments.tools.schema import FromSchema, WrongArguments
-from turnwise.errors import ConfigError
-from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, ToolSchema, Turn
+from turnwise.errors import ConfigError, Failed
+from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolOutcome, ToolSchema, Turn
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.threads import ThreadedObject, run_in_thread
 
@@ -44,6 +47,9 @@ _PORT = 8000
 """Where the servers of OpenEnv's images listen."""
 _CALL_SECONDS = 120.0
 """For a call of docker or podman."""
+_RESTARTS = 3
+"""How many servers of an image that were lost are replaced in a run."""
+_log = logging.getLogger(__name__)
 
 
 class OpenEnv(LibraryEnvironments):
@@ -83,24 +89,23 @@ class OpenEnv(LibraryEnvironments):
         self.name = name
         self.reset_columns, self.show = list(reset_columns), None if show is None else list(show)
         self._served: _Served | None = None
-        self.url = name if name.startswith(("http://", "https://")) else None
+        self.on_server = name.startswith(("http://", "https://", _IMAGE))
         if not name.startswith(_IMAGE) and (image_options or port is not None):
             given = "image_options" if image_options else "port"
             raise ConfigError(
                 f"environment.arguments.{given} has no effect without an image (docker://IMAGE): remove it"
             )
         self.action_class: type[Any] | None = None
-        if self.url is not None or name.startswith(_IMAGE):
+        if self.on_server:
             if arguments or action is not None:
                 given = "arguments" if arguments else "action"
                 raise ConfigError(
                     f"environment.arguments.{given} has no effect with a server, which has its own: remove it"
                 )
-            if self.url is None:
+            if name.startswith(_IMAGE):
                 image = ContainerImage.of(name.removeprefix(_IMAGE), image_options)
                 self._served = _Served(image, port or _PORT, seconds_to_start)
-                self.url = self._served.url
-            schema = _schema_of_server(self.url)
+            schema = _schema_of_server(name if self._served is None else self._served.present.url)
         else:
             self._factory = ObjectFactory.of(name, arguments, wants=("reset", "step"))
             self.action_class = _action_class(referred(name, "name"), action)
@@ -126,10 +131,10 @@ class OpenEnv(LibraryEnvironments):
         return seed_rows(count, held_out=held_out)
 
     def opened_environment(self) -> Any:
-        """An environment: an object of the class, or a session of the server."""
-        if self.url is None:
-            return self._factory.make()
-        return importlib.import_module("openenv.core").GenericEnvClient(base_url=self.url).sync()
+        """An environment: an object of the class, or a session of the server. Raises Failed if the server is lost."""
+        if self._served is not None:
+            return self._served.session()
+        return _OpenSession(self.name, lambda: None) if self.on_server else self._factory.make()
 
     async def aclose(self) -> None:
         """Remove the container, if one was started here."""
@@ -156,37 +161,154 @@ class OpenEnv(LibraryEnvironments):
         return _Episode(self)
 
 
+class _OpenSession:
+    """A session of a server, which is open. Its methods block."""
+
+    def __init__(self, url: str, why_lost: Callable[[], str | None]) -> None:
+        """`why_lost` says why the server is lost; None if that is not known. Raises ConnectionError if it cannot be opened."""
+        self._url, self._why_lost = url, why_lost
+        self._client = importlib.import_module("openenv.core").GenericEnvClient(base_url=url).sync()
+        self._closed = importlib.import_module("websockets.exceptions").ConnectionClosed
+        try:
+            self._client.connect()
+        except ConnectionError:
+            self._client.close()
+            raise
+
+    def reset(self, **given: Any) -> Any:
+        """The first observation. Raises Failed if the server is lost."""
+        return self._told(partial(self._client.reset, **given))
+
+    def step(self, action: Any) -> Any:
+        """What an action gives. Raises Failed if the server is lost."""
+        return self._told(partial(self._client.step, action))
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (self._closed, ConnectionError) as error:
+            why = self._why_lost() or f"the server {self._url} has ended the session, and with it the episode ({error})"
+            raise Failed(Failure("environment", why)) from None
+
+
+class _ServerContainer:
+    """A server in a container."""
+
+    def __init__(self, container: Container, url: str) -> None:
+        self.container, self.url = container, url
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+
+    def lost(self) -> str | None:
+        """Why it is lost, with the last that it has printed; None while it runs."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = self._why_lost()
+            return self._lost
+
+    def said(self) -> str:
+        """The last that it has printed. Raises ContainerError."""
+        image = self.container.image
+        return _asked([image.tool, "logs", "--tail=20", self.container.name], image)[-600:] or "nothing"
+
+    def runs(self) -> bool:
+        """Whether the container runs. Raises ContainerError if there is none."""
+        image = self.container.image
+        state = ["--format", "{{.State.Running}}", self.container.name]
+        return _asked([image.tool, "inspect", *state], image) == "true"
+
+    def _why_lost(self) -> str | None:
+        name = f"the server of openenv:{_IMAGE}{self.container.image.image}"
+        try:
+            runs = self.runs()
+            if runs and not _refuses(self.url):
+                return None
+            return f"{name} {'accepts no connection' if runs else 'has ended'}; it printed: {self.said()}"
+        except ContainerError as error:
+            return f"{name} has ended, and its container cannot be asked ({error})"
+
+
 class _Served:
-    """A container with a server, which is removed at the end of the run, or of the process."""
+    """The server in a container: one that is lost is replaced, the last is removed at the end of the run, or of the process."""
 
     def __init__(self, image: ContainerImage, port: int, seconds: float) -> None:
         """Start it, and wait until the server answers. Raises ConfigError with what the container has printed."""
-        chosen = any(option.split("=")[0] in ("--network", "--net") for option in image.options)
-        if not chosen:  # a free port of this machine's, for it alone
+        self._host = any(option.split("=")[0] in ("--network", "--net") for option in image.options)
+        if not self._host:  # a free port of this machine's, for it alone
             image = image.other(image.image, ["--network=bridge", f"--publish=127.0.0.1::{port}", *image.options])
-        self.close = weakref.finalize(self, image.close)
-        container = Container(image)
+        self._image, self._port, self._seconds = image, port, seconds
+        self._remove_all = weakref.finalize(self, image.close)
+        self._lock = threading.Lock()
+        self._over, self._replaced = threading.Event(), 0
         try:
-            container.create([], cwd=None, variables={})
-            _asked([image.tool, "start", container.name], image)
-            told = f"127.0.0.1:{port}" if chosen else _asked([image.tool, "port", container.name, str(port)], image)
-            self.url = f"http://{told.split()[0]}"
-            until = time.monotonic() + seconds
-            while True:
-                try:
-                    _schema_of_server(self.url)
-                    return
-                except ConfigError as error:
-                    state = ["--format", "{{.State.Running}}", container.name]
-                    ended = _asked([image.tool, "inspect", *state], image) == "false"
-                    if ended or time.monotonic() > until:
-                        said = _asked([image.tool, "logs", "--tail=20", container.name], image)[-600:]
-                        problem = "ended" if ended else f"did not answer within seconds_to_start={seconds:g} ({error})"
-                        raise ContainerError(f"the server in it {problem}; it printed: {said or 'nothing'}") from None
-                    time.sleep(0.2)
+            self.present = self._start()
         except ContainerError as error:
-            self.close()
+            self._remove_all()
             raise ConfigError(f"environment: openenv:{_IMAGE}{image.image}: {error}") from None
+
+    def session(self) -> _OpenSession:
+        """A session of the present server, or of the one that replaces it. Raises Failed if there is none."""
+        while True:
+            server = self.present
+            try:
+                return _OpenSession(server.url, server.lost)
+            except ConnectionError:
+                if (why := server.lost()) is None:
+                    raise
+            self._replace(server, why)
+
+    def close(self) -> None:
+        """Remove the container, and start no other."""
+        self._over.set()
+        with self._lock:
+            self._remove_all()
+
+    def _replace(self, server: _ServerContainer, why: str) -> None:
+        """Start another server for one that is lost, unless another conversation has done so. Raises Failed."""
+        with self._lock:
+            if server is not self.present:
+                return
+            if self._replaced >= _RESTARTS:
+                last = f"the last of {_RESTARTS + 1} that were lost: no other is started"
+                raise Failed(Failure("environment", f"{why} ({last})"))
+            self._replaced += 1
+            _log.warning("%s. Another one is started, number %d of at most %d.", why, self._replaced, _RESTARTS)
+            server.container.remove()
+            try:
+                self.present = self._start()
+            except ContainerError as error:
+                raise Failed(Failure("environment", f"{why}. No other one has started: {error}")) from None
+
+    def _start(self) -> _ServerContainer:
+        """A server that answers. Raises ContainerError."""
+        if self._over.is_set():
+            raise ContainerError("the run has ended")
+        image, container = self._image, Container(self._image)
+        container.create([], cwd=None, variables={})
+        _asked([image.tool, "start", container.name], image)
+        asked_port = [image.tool, "port", container.name, str(self._port)]
+        told = f"127.0.0.1:{self._port}" if self._host else _asked(asked_port, image)
+        server = _ServerContainer(container, f"http://{told.split()[0]}")
+        until = time.monotonic() + self._seconds
+        while True:
+            try:
+                _schema_of_server(server.url)
+                return server
+            except ConfigError as error:
+                ended = not server.runs()
+                if ended or time.monotonic() > until:
+                    problem = (
+                        "ended" if ended else f"did not answer within seconds_to_start={self._seconds:g} ({error})"
+                    )
+                    said = server.said()
+                    container.remove()
+                    raise ContainerError(f"the server in it {problem}; it printed: {said}") from None
+                if self._over.wait(0.2):
+                    raise ContainerError("the run has ended") from None
 
 
 def _asked(command: Sequence[str], image: ContainerImage) -> str:
@@ -230,6 +352,17 @@ def _action_class(environment: Callable[..., Any], given: str | type[Any] | None
 
 def _is_action(value: Any, base: type[Any]) -> bool:
     return isinstance(value, type) and issubclass(value, base) and value is not base
+
+
+def _refuses(url: str) -> bool:
+    """Whether a server accepts no connection. One that is slow is not lost."""
+    try:
+        with urllib.request.urlopen(f"{url}/schema", timeout=_SECONDS):
+            return False
+    except HTTPError:
+        return False
+    except (OSError, HTTPException) as error:
+        return isinstance(getattr(error, "reason", error), ConnectionError)
 
 
 def _schema_of_server(url: str) -> dict[str, Any]:
@@ -331,7 +464,7 @@ class _Episode:
     async def _ask(self, function: Callable[[], Any]) -> tuple[str, float | None, bool]:
         """What the model sees, the reward and whether the episode is over, of a call of the environment."""
         result = await self._foreign.ask(function)
-        observation = result.observation if self._source.url is not None else result
+        observation = result.observation if self._source.on_server else result
         if not hasattr(result, "done") or not hasattr(result, "reward"):
             raise TypeError(
                 f"openenv:{self._source.name} returned a {type(result).__name__}; it must be an OpenEnv Observation"
