@@ -35,7 +35,7 @@ NOT_RUN = {
     "docs/agents.md": 2,
     "docs/cluster.md": 4,
     "docs/deploy.md": 2,
-    "docs/engines.md": 5,
+    "docs/engines.md": 4,
     "docs/environments.md": 1,
     "docs/environment_libraries.md": 5,
     "docs/evaluation.md": 1,

@@ -98,7 +98,7 @@ class OwnFunction(Section):
     """The options of a function of your own."""
 
     use: NonEmpty
-    """`path/to/file.py:name` or `package.module:name`; `credit: file.py:name` is short for it."""
+    """`path/to/file.py:name` or `package.module:name`; `credit: NAME` or `loss: NAME` is short for it."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of each call, as the function's annotations say."""
 
