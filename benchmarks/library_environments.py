@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from learning_tasks.fine_tuning import fine_tune
+from learning_tasks.pretraining import train_on_all_tokens
 from learning_tasks.start_model import make_model, make_tokenizer
 
 from turnwise.record.reader import read_lines
@@ -44,7 +45,6 @@ SFT = {
     "aviary": {"steps": 600},
     "harbor": {"steps": 300, "batch_size": 16},
     "textworld": {"steps": 800},
-    "alfworld": {"steps": 800, "batch_size": 12, "lr": 5e-3, "lr_schedule": "cosine"},
 }
 """Options of start models that copy from the message, or write long answers."""
 TEMPLATE = (
@@ -76,6 +76,10 @@ class Task:
     """The start model from which that of this task is fine-tuned; else it has random weights."""
     words: int = 0
     """The size of its start model's vocabulary, made of the words of the fine-tuning; 0: a token for each byte."""
+    width: int = 32
+    """The hidden size of its start model."""
+    all_tokens: int = 0
+    """The steps in which its start model is trained on all tokens of conversations, instead of the fine-tuning."""
     tools: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the environment's tools, and of their parameters."""
     rows: dict[str, Callable[[random.Random], dict[str, Any]]] = field(default_factory=dict)
@@ -172,8 +176,8 @@ def room(draws: random.Random) -> str:
 
 
 def household(draws: random.Random) -> list[tuple[str, str]]:
-    """Commands in a room like ALFWorld's with two places and a thing: a part of them are the next ones of a plan that wins, the
-    others name what is in the room, at random."""
+    """Messages like ALFWorld's in a room with two places and a thing, each with one of the listed commands that go, take or
+    move."""
     places, thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
     lies, at = draws.choice(places), ""
     goal = places[1 - places.index(lies)]
@@ -183,26 +187,23 @@ def household(draws: random.Random) -> list[tuple[str, str]]:
         f"{draws.choice(['in', 'on'])} {goal}."
     )
     turns = list[tuple[str, str]]()
-    while len(turns) < 8:
-        word, place = draws.choice(["go", "take", "move"]), draws.choice(places)
-        if draws.random() < PLANNED:
-            place = lies or goal
-            word = "go" if at != place else "take" if lies else "move"
-        command = (
-            f"go to {place} 1" if word == "go" else f"{word} {thing} 1 {'from' if word == 'take' else 'to'} {place} 1"
-        )
-        turns.append((shown, command))
-        if word == "go" and place != at:
-            at = place
-            shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
-        elif word == "take" and lies == at == place:
-            lies, shown = "", f"You pick up the {thing} 1 from the {at} 1."
-        elif word == "move" and not lies and at == place:
-            lies, shown = at, f"You move the {thing} 1 to the {at} 1."
-            if at == goal:
-                break
-        else:
-            shown = "Nothing happens."
+    while len(turns) < TURNS and lies != goal:
+        chores = [f"go to {place} 1" for place in places if place != at]
+        if lies == at:
+            chores.append(f"take {thing} 1 from {at} 1")
+        elif not lies and at:
+            chores.append(f"move {thing} 1 to {at} 1")
+        others = [*(f"examine {one} 1" for one in (thing if not lies else "", at) if one), "help", "inventory", "look"]
+        command = draws.choice(chores)
+        turns.append((f"{shown}\n\nCommands: {', '.join(sorted(chores + others))}", command))
+        match command.split()[0]:
+            case "go":
+                at = command.split()[2]
+                shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
+            case "take":
+                lies, shown = "", f"You pick up the {thing} 1 from the {at} 1."
+            case _:
+                lies, shown = at, f"You move the {thing} 1 to the {at} 1."
     return turns
 
 
@@ -218,8 +219,8 @@ INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
 PLACES = ("desk", "shelf")
 THINGS = ("apple", "book", "mug", "plate")
-PLANNED = 0.6
-"""The share of the plan's commands in the fine-tuning of ALFWorld's start model."""
+TURNS = 8
+"""Of ALFWorld's games, which are won with four."""
 _PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
 CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
@@ -357,17 +358,21 @@ TASKS = (
         {
             "environment": {
                 "use": "alfworld:{files}/train",
-                "arguments": {"eval_games": "{files}/eval", "instruction": ""},
+                "arguments": {"eval_games": "{files}/eval", "admissible_commands": True, "instruction": ""},
             },
-            "limits": {"turns": 8, "tokens_per_turn": 40},
+            "limits": {"turns": TURNS, "tokens_per_turn": 40},
             "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
             # with 3e-3, the first step destroyed the start model
-            "train": {"steps": 20, "batch_size": 4, "lr": 5e-4},
-            "eval": {"every": 10},
+            # with 1e-3, the third step had destroyed the start model
+            "train": {"steps": 40, "batch_size": 6, "lr": 2e-4},
+            "eval": {"every": 8},
         },
         household,
+        chance=0.31,
         own="alfworld",
-        words=320,
+        words=512,
+        width=64,
+        all_tokens=400,
         files=games("alfworld", "household_games.py", 24),
     ),
     Task(
@@ -477,8 +482,13 @@ def prepare(task: Task, out: Path) -> None:
         model_path = folder / "random"
         tokenizer = make_tokenizer(learned_from(lines), task.words) if task.words else make_tokenizer()
         tokenizer.chat_template = TEMPLATE
-        model = make_model(tokenizer)
+        model = make_model(tokenizer, task.width)
         model.config.max_position_embeddings = CONTEXT
+        if task.all_tokens:
+            messages = [json.loads(line)["messages"] for line in lines]
+            train_on_all_tokens(model, tokenizer, messages, task.all_tokens, folder / "start" / "checkpoint")
+            (folder / "ready").touch()
+            return
         model.save_pretrained(model_path)
         tokenizer.save_pretrained(model_path)
     options |= SFT.get(start_name(task), {})

@@ -89,17 +89,17 @@ def make_tokenizer(texts: Sequence[str] = (), size: int = 0) -> PreTrainedTokeni
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """The model with random weights."""
+def make_model(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> Qwen3ForCausalLM:
+    """The model with random weights. `width` is its hidden size, a multiple of 8."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=width // 4,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=None,
