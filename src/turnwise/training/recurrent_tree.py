@@ -150,6 +150,15 @@ class _Cache:
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self._previous
 
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.recurrent_states.get(state_idx)
+
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int
     ) -> torch.Tensor:
@@ -222,7 +231,7 @@ def _is_recurrent(kind: type) -> bool:
     return any(name in code.co_names for code in codes for name in _UPDATES)
 
 
-def _forward(forward: Callable[..., Any], cache: str, masks: Sequence[str], *arguments: Any, **options: Any) -> Any:
+def _forward(forward: Callable[..., Any], cache: str, masks: Sequence[str], /, *arguments: Any, **options: Any) -> Any:
     tree = current_tree()
     if tree is None:
         return forward(*arguments, **options)
