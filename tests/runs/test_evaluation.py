@@ -393,6 +393,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]
     return main(["replay", *words]), capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_newest_checkpoint_of_a_run_is_evaluated_and_replayed(
     model: Path, tmp_path: Path, lora: bool, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,11 @@ def merged(model: Any, folder: str | Path) -> Any:
     peft = _peft()
     tied = model.config.get_text_config().tie_word_embeddings
     try:
-        with boundary("model"):
+        with boundary("model"), warnings.catch_warnings():
+            # peft asks by a name that transformers 5.23 replaced
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
             wrapped = peft.PeftModel.from_pretrained(model, str(folder))
             if (Path(folder) / WEIGHTS_FILE).is_file():
                 _fill(wrapped.get_base_model(), _saved(folder))
