@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -453,7 +454,9 @@ def test_what_is_made_to_be_tried_out_is_closed_also_where_close_is_async(
     else:
         make("Place")
     assert file.with_suffix(".log").read_text().splitlines() == ["Box made", "Box closed", "Place made", "Place closed"]
-    make("Unready")  # warned of only: it was not begun
+    with caplog.at_level(logging.INFO):
+        make("Unready")  # it was not begun
+    assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "was created as a check, and could not be closed: AttributeError: not begun" in caplog.text
 
 

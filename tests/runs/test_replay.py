@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_of_many_conversations_that_differ_the_summary_is_first_and_the_worst_fo
     lines = printed.splitlines()
     assert lines[0] == "0 of 4 conversations are the same, 4 differ"
     assert lines[2] == "differences in: reward (4), rewards.length (4)"
-    assert lines[3] == "the 3 whose rewards differ most (--full: all 4; --id ID: all of one):"
+    assert lines[3] == "the 3 that differ most (--full: all 4; --id ID: all of one):"
     by_change = sorted(RecordedTrajectories(out), key=lambda one: -one.rewards["length"])  # the more, the longer
     assert [line for line in lines if line.endswith(" differs:")] == [f"{one.id} differs:" for one in by_change[:3]]
     everything = replayed(out, capsys, "--all", "--full", *words)[1]
@@ -263,6 +264,28 @@ def test_conversations_with_an_endpoint_are_replayed(
     assert "messages[4].content: 'No. Again?' recorded, 'Sure?' now" in printed
 
 
+def test_advantages_of_another_estimator_are_compared_with_the_recorded_ones(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01}
+    recipe = save_recipe(tmp_path, model, train=train, limits={"turns": 2, "tokens_per_turn": 6})
+    assert main(["train", str(recipe)]) == 0
+    status, printed = replayed(tmp_path / "run", capsys, "--all", "credit=grpo")
+    assert (status, "8 of 8 conversations are the same" in printed) == (0, True)
+    assert re.search(r"advantages of \d+ turns: mean size (\S+) recorded, \1 now; 0 with the other sign", printed)
+    status, printed = replayed(tmp_path / "run", capsys, "--all", "--full", "credit=rloo")
+    assert status == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    for line in lines:
+        (other,) = (one for one in lines if one["group"] == line["group"] and one["id"] != line["id"])
+        found = re.search(
+            rf"{re.escape(line['id'])} differs:\n  turns\[0\].advantage: (\S+) recorded, (\S+) now", printed
+        )
+        before, now = (float(value) for value in found.groups()) if found else (line["turns"][0]["advantage"],) * 2
+        assert before == line["turns"][0]["advantage"]
+        assert now == pytest.approx(line["reward"] - other["reward"], abs=1e-6)  # against the rest of the group
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -272,6 +295,12 @@ def test_conversations_with_an_endpoint_are_replayed(
         (("--id", "x"), "has the id 'x'"),
         (("--all", "data.train=other.jsonl"), "there is no file"),
         (("--all", "--eval"), "there is no file"),
+        (
+            ("--all", "train.lr=1"),
+            "train.lr=1 has no effect on a replay, which runs environment, tools and rewards again",
+        ),
+        (("--all", "credit=gae"), "credit.name=gae: a replay does not have the values of a critic"),
+        (("--all", "credit=remax"), "credit.name=remax: a replay does not have greedy conversations"),
     ],
 )
 def test_bad_input_is_refused(

@@ -493,6 +493,26 @@ def test_an_answer_of_a_regular_expression_is_exact() -> None:
     assert fits(renderer, "hm</think>\n\n12", opened="<think>\n", answer=digits) == "hm</think>\n\n12$"
 
 
+def test_white_space_inside_of_json_is_that_of_a_line_or_an_indentation() -> None:
+    def answer(**schema: Any) -> AnswerFormat:
+        return AnswerFormat(kind="json_schema", value=json.dumps({**SCHEMA, **schema}))
+
+    renderer = Renderer(byte_tokenizer())
+    compact, indented = '{"q":"a","n":true}', json.dumps({"q": "a", "n": True}, indent=4)
+    for text in (compact, json.dumps({"q": "a", "n": True}), indented):
+        assert fits(renderer, text, answer=answer(), tools=[]) == f"{text}$"
+    assert fits(renderer, '{\n\n"q"', answer=answer(), tools=[]) == "{\n"
+    assert fits(renderer, '{"q":   "a"', answer=answer(), tools=[]) == '{"q":  '
+    endless = CALL.replace(': "a"', ":\n\n\n")
+    assert fits(renderer, endless, choice="required") == endless[: endless.index("\n\n\n") + 1]
+    # what a schema says of white space itself holds
+    own = answer(**{"x-guidance": {"whitespace_flexible": False}})
+    assert fits(renderer, indented, answer=own, tools=[]) == "{"
+    assert fits(renderer, compact, answer=own, tools=[]) == f"{compact}$"
+    whole = answer(**{"$ref": "#/$defs/x", "$defs": {"x": {"enum": [[1, 2]]}}, "type": "array", "required": []})
+    assert fits(renderer, "[1,\n\n", answer=whole, tools=[]) == "[1,\n"
+
+
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), ("[/]", "/"), ("a\nb", "a\nb"), ("a\\\nb", "a\nb")],

@@ -100,6 +100,4 @@ def close_tried_environment(close: Callable[[], Any], name: str) -> None:
         with boundary("environment"):
             close_tried(close)
     except Failed as failed:
-        _log.warning(
-            "environment: %s was created as a check, and could not be closed: %s", name, failed.failure.message
-        )
+        _log.info("environment: %s was created as a check, and could not be closed: %s", name, failed.failure.message)

@@ -292,7 +292,7 @@ def _call_rules(
         schema = _arguments_schema(tool["function"].get("parameters"))
         _refuse_schema(schema, masks, f"tool {name}: parameters")
         yield f"call_{number}: {_quoted(name)} {texts(calls.middle)} args_{number} {texts(calls.closing)}"
-        yield f"args_{number}: %json {json.dumps(schema)}"
+        yield f"args_{number}: %json {_with_bounded_space(schema)}"
 
 
 def _arguments_schema(parameters: Any) -> dict[str, Any]:
@@ -312,7 +312,19 @@ def _answer_rule(answer: AnswerFormat, masks: TokenMasks) -> str:
         return rule
     schema = json.loads(answer.value) if answer.kind == "json_schema" else {"type": "object"}
     _refuse_schema(schema, masks, "response_format: schema")
-    return f"answer: %json {json.dumps(schema)}"
+    return f"answer: %json {_with_bounded_space(schema)}"
+
+
+_SPACE = r"[ \t]{1,2}|\n[ \t]{0,16}"
+"""White space between the parts of a JSON value: that of one line, or a new line with its indentation. Without a bound, a model
+that samples new lines never comes to the next part, and each of its answers is cut."""
+
+
+def _with_bounded_space(schema: Mapping[str, Any]) -> str:
+    """A schema as JSON. What the user says of white space (`x-guidance`) stays."""
+    own = schema.get("x-guidance", {})
+    bound = {} if {"whitespace_flexible", "whitespace_pattern"} & own.keys() else {"whitespace_pattern": _SPACE}
+    return json.dumps({**schema, "x-guidance": {**bound, **own}})
 
 
 def _in_slashes(found: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ from turnwise.commands.command import (
     print_lines,
     step_number,
 )
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, counted
 from turnwise.local_paths import as_given
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def register_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
     add_overrides(
         parser,
-        help="options of the run's recipe to change, such as limits.turns=2",
+        help="options of the run's recipe to change, such as limits.turns=2; credit=rloo computes advantages, too",
     )
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument(
@@ -238,6 +238,13 @@ def _print_replayed(replayed: Sequence[Replayed], context: Context, *, one: bool
     if different and len(rewards) > 1:
         before, now = (sum(values) / len(rewards) for values in zip(*rewards, strict=True))
         summary.append(f"mean reward: {before:.3f} recorded, {now:.3f} now")
+    if estimates := [pair for conversation in replayed for pair in conversation.advantages]:
+        before, now = (sum(map(abs, values)) / len(estimates) for values in zip(*estimates, strict=True))
+        turned = sum(old * new < 0 for old, new in estimates)
+        summary.append(
+            f"advantages of {counted(len(estimates), 'turn')}: mean size {before:.3f} recorded, {now:.3f} now; {turned} with "
+            f"the other sign"
+        )
     if one:
         print_lines(console, [f"{each.id} was not replayed: {each.skipped}" for each in skipped])
         for each in replayed:
@@ -251,11 +258,11 @@ def _print_replayed(replayed: Sequence[Replayed], context: Context, *, one: bool
     print_lines(
         console, ["differences in: " + ", ".join(f"{place} ({n})" for place, n in places.most_common(_MOST_PLACES))]
     )
-    shown = different if full else sorted(different, key=_reward_change, reverse=True)[:_MOST_CONVERSATIONS]
+    shown = different if full else sorted(different, key=_change, reverse=True)[:_MOST_CONVERSATIONS]
     if len(shown) < len(different):
         print_lines(
             console,
-            [f"the {len(shown)} whose rewards differ most (--full: all {len(different)}; --id ID: all of one):"],
+            [f"the {len(shown)} that differ most (--full: all {len(different)}; --id ID: all of one):"],
         )
     for each in shown:
         _print_differences(console, each, most=_MOST_LINES if full else _MOST_LINES_OF_WORST)
@@ -275,6 +282,9 @@ def _place(line: str) -> str:
     return re.sub(r"\[\d+\]", "[]", line.partition(": ")[0])
 
 
-def _reward_change(conversation: Replayed) -> float:
-    """How much the reward differs; conversations that have none in the record or now come first."""
+def _change(conversation: Replayed) -> float:
+    """How much the reward differs, or if advantages were computed, the largest difference of these; conversations that have none
+    in the record or now come first."""
+    if conversation.advantages:
+        return max(abs(now - before) for before, now in conversation.advantages)
     return math.inf if conversation.rewards is None else abs(conversation.rewards[1] - conversation.rewards[0])

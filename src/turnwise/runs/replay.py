@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +27,12 @@ from turnwise.models.model_config import context_length
 from turnwise.options.schema import Config
 from turnwise.record.reader import RecordedTrajectories, episodes, trajectories_file
 from turnwise.record.trajectory_json import encode_line, trajectory_record
+from turnwise.rewards.credit import Credit
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
+from turnwise.rewards.turn_weights import TurnWeighting, of_all_agents
 from turnwise.rollout.context import ConversationContext, TextContext
+from turnwise.rollout.pipeline import with_groups_of_agents
 from turnwise.rollout.rollout import rollout
 from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.services.json_service import ServiceError
@@ -67,6 +71,8 @@ class Replayed:
     """Why the conversation was not replayed; None if it was."""
     rewards: tuple[float, float] | None = None
     """The recorded reward and the one now; None where one is missing."""
+    advantages: Sequence[tuple[float, float]] = ()
+    """The recorded advantage of each turn and the one now (of tokens: their means), if advantages are computed."""
 
 
 async def replay(
@@ -78,13 +84,15 @@ async def replay(
     damaged: list[str] | None = None,
 ) -> list[Replayed]:
     """Replay the conversation `id` of a run, or all. `evaluation` reads those of the evaluations during training. With a list
-    `damaged`, damaged lines of the record are left out and described in it.
+    `damaged`, damaged lines of the record are left out and described in it. With an override of
+    `credit`, advantages are computed too, from the rewards of now.
 
     Raises TurnwiseError if the run, its recipe or its rows cannot be read, or no conversation has this id.
     """
     file = trajectories_file(run / "eval_trajectories.jsonl" if evaluation else run)
     run = file.parent
     _refuse_fine_tuning(run)
+    _refuse_without_effect(overrides)
     config, _ = load(run / "config.yaml", overrides)
     recorded = RecordedTrajectories(file, damaged=damaged)
     selected = [one for one in episodes(recorded[:]) if id in (None, one.id, *(agent.id for agent in one.agents))]
@@ -94,7 +102,8 @@ async def replay(
     _refuse_engine_rewards(scorer)
     if not evaluation:
         _refuse_incomplete_groups(config, scorer)
-    needed = _scored_with(scorer, selected, recorded)
+    credit = _new_credit(config, scorer, overrides, evaluation=evaluation)
+    needed = _scored_with(scorer, selected, recorded, steps=credit is not None)
     renderer = assembly.renderer(config, _source(run, config)) if config.engine.samples_tokens else None
     held_out = evaluation or (run / "evaluation.json").is_file()
     renderers = _Renderers(renderer, {} if renderer is None else assembly.policy_renderers(config, renderer))
@@ -103,13 +112,15 @@ async def replay(
     async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
         context_of = _contexts(config, renderers, environments, needed, run)
         await _run_all(config, scorer, needed, new, context_of)
+    if credit is not None:
+        _assign(credit, assembly.turn_weighting(config), new)
     chosen = {id_of(trajectory) for trajectory in selected}
     compared: list[Replayed] = []
     for old, now in zip(needed, new, strict=True):
         if id_of(old) in chosen:
             of_now = {agent.id: agent for agent in now.agents}
-            compared.append(_compared(old, now, renderers.of(old)))
-            compared += [_compared(agent, of_now.get(agent.id), renderers.of(agent)) for agent in old.agents]
+            for each, its_now in [(old, now), *((agent, of_now.get(agent.id)) for agent in old.agents)]:
+                compared.append(_compared(each, its_now, renderers.of(each), advantages=credit is not None))
     return compared
 
 
@@ -149,6 +160,58 @@ def _refuse_engine_rewards(scorer: Scorer) -> None:
             )
 
 
+_OF_TRAINING = {
+    *("train", "loss", "correction", "critic", "teacher", "checkpoint", "health", "loggers", "trace", "sft", "cluster"),
+    *("output", "resume", "replace"),
+}
+"""Sections and options that change nothing in a replay."""
+
+
+def _refuse_without_effect(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if (section := re.split(r"[.=]", override)[0]) in _OF_TRAINING:
+            raise ConfigError(
+                f"{override} has no effect on a replay, which runs environment, tools and rewards again, and with credit=... "
+                f"computes advantages: {section} is of training"
+            )
+
+
+def _new_credit(config: Config, scorer: Scorer, overrides: Sequence[str], *, evaluation: bool) -> Credit | None:
+    """The estimator whose advantages are compared with the recorded ones; None if the command line has no `credit`.
+
+    Raises ConfigError if it needs what a replay does not have, RunError if the record lacks conversations of its groups.
+    """
+    given = [override for override in overrides if re.match(r"credit[.=]", override)]
+    if not given:
+        return None
+    if evaluation:
+        raise ConfigError(f"{given[0]} has no effect with --eval: conversations of evaluations have no advantages")
+    credit = assembly.credit(config, scorer)
+    needed = {
+        "the values of a critic": credit.needs_values is not None,
+        "greedy conversations": credit.needs_baseline,
+        "the rewards of earlier steps": credit.tracker is not None,
+        "the penalties of reward.kl": config.reward.kl.coef > 0,
+        "the scores of a teacher": config.teacher.on,
+        "the estimators of other trained policies": bool(config.trained_policies),
+    }
+    if lacking := [name for name, needs in needed.items() if needs]:
+        raise ConfigError(f"credit.name={credit.name}: a replay does not have {' and '.join(lacking)}")
+    if (kept := config.record.best_and_worst) is not None:
+        raise RunError(
+            f"the run has recorded a part of each group (record.best_and_worst={kept}), so advantages cannot be computed again"
+        )
+    return credit
+
+
+def _assign(credit: Credit, weigh_turns: TurnWeighting, new: Sequence[Trajectory]) -> None:
+    """Compute the advantages of all conversations, step by step as training does."""
+    for trajectory in new:
+        of_all_agents(weigh_turns)(trajectory)
+    for groups in _steps(new).values():
+        credit(with_groups_of_agents(groups))
+
+
 def _compares_groups(scorer: Scorer) -> bool:
     """Whether a reward function compares the conversations of a group."""
     of_one = (*scorer.trajectory, *scorer.turns)
@@ -164,17 +227,19 @@ def _refuse_incomplete_groups(config: Config, scorer: Scorer) -> None:
         )
 
 
-def _scored_with(scorer: Scorer, selected: Sequence[Trajectory], recorded: Sequence[Trajectory]) -> list[Trajectory]:
-    """The selected conversations, and those that the reward functions compare with them."""
+def _scored_with(
+    scorer: Scorer, selected: Sequence[Trajectory], recorded: Sequence[Trajectory], *, steps: bool
+) -> list[Trajectory]:
+    """The selected conversations, and those that the reward functions compare with them; with `steps`, all of their steps."""
 
     def together(trajectory: Trajectory) -> Any:
-        if scorer.batch:
+        if scorer.batch or steps:
             return trajectory.step
         if _compares_groups(scorer):
             return trajectory.step, trajectory.group
         return id_of(trajectory)
 
-    if not _compares_groups(scorer):
+    if not (steps or _compares_groups(scorer)):
         return list(selected)
     wanted = {together(trajectory) for trajectory in selected}
     return [trajectory for trajectory in episodes(recorded[:]) if together(trajectory) in wanted]
@@ -320,15 +385,7 @@ async def _run_all(
     context_of: Callable[[Trajectory], ConversationContext],
 ) -> None:
     """Run and score the conversations. Those that failed for a reason that is not replayed fail as they did."""
-    groups: dict[tuple[int | None, str], Group] = {}
-    for trajectory in new:
-        key = (trajectory.step, trajectory.group)
-        groups.setdefault(key, Group(id=trajectory.group, row=trajectory.row, trajectories=[])).trajectories.append(
-            trajectory
-        )
-    steps: dict[int | None, list[Group]] = {}
-    for (step, _), group in groups.items():
-        steps.setdefault(step, []).append(group)
+    steps = _steps(new)
     slots = asyncio.Semaphore(config.max_concurrent)
     score_of = {step: scorer.scoring_callback(of_step) for step, of_step in steps.items()}
 
@@ -345,7 +402,21 @@ async def _run_all(
             tasks.create_task(run(old, now))
 
 
-def _compared(old: Trajectory, now: Trajectory | None, renderer: Renderer | None) -> Replayed:
+def _steps(trajectories: Sequence[Trajectory]) -> dict[int | None, list[Group]]:
+    """The groups of conversations, by step."""
+    groups: dict[tuple[int | None, str], Group] = {}
+    for trajectory in trajectories:
+        key = (trajectory.step, trajectory.group)
+        groups.setdefault(key, Group(id=trajectory.group, row=trajectory.row, trajectories=[])).trajectories.append(
+            trajectory
+        )
+    steps: dict[int | None, list[Group]] = {}
+    for (step, _), group in groups.items():
+        steps.setdefault(step, []).append(group)
+    return steps
+
+
+def _compared(old: Trajectory, now: Trajectory | None, renderer: Renderer | None, *, advantages: bool) -> Replayed:
     """`now` is None for an agent that the environment did not open again."""
     if now is None:
         return Replayed(id=old.id, differences=["the environment has opened this agent, and does not now"])
@@ -357,12 +428,24 @@ def _compared(old: Trajectory, now: Trajectory | None, renderer: Renderer | None
         if renderer is not None and isinstance(_completion(turn, old, renderer), RecordedText)
     ]
     notes = [f"turn {index}: not all of its tokens are in the record, so its text was encoded" for index in encoded]
-    differences = list(_differences(_comparable(old), _comparable(now), ""))
+    before, after = (_comparable(one, advantages=advantages) for one in (old, now))
     rewards = None if old.reward is None or now.reward is None else (old.reward, now.reward)
-    return Replayed(id=old.id, differences=differences, notes=notes, rewards=rewards)
+    estimates = zip(_means(old.advantages), _means(now.advantages), strict=False) if advantages else ()
+    return Replayed(
+        id=old.id,
+        differences=list(_differences(before, after, "")),
+        notes=notes,
+        rewards=rewards,
+        advantages=list(estimates),
+    )
 
 
-def _comparable(trajectory: Trajectory) -> dict[str, Any]:
+def _means(advantages: Sequence[float | Sequence[float]]) -> list[float]:
+    """The advantage of each turn; of one with advantages of tokens, their mean."""
+    return [each if isinstance(each, int | float) else sum(each) / max(len(each), 1) for each in advantages]
+
+
+def _comparable(trajectory: Trajectory, *, advantages: bool) -> dict[str, Any]:
     """The parts of a trajectory's record that a replay compares, as JSON values."""
     record = json.loads(encode_line(trajectory_record(trajectory)))
     chosen: dict[str, Any] = {key: record.get(key) for key in _COMPARED}
@@ -371,7 +454,7 @@ def _comparable(trajectory: Trajectory) -> dict[str, Any]:
     chosen["row"] = {**record["row"], **record.get("row_columns", {})}
     chosen["turns"] = [
         {
-            **{key: turn.get(key) for key in _COMPARED_OF_TURNS},
+            **{key: turn.get(key) for key in (*_COMPARED_OF_TURNS, *(["advantage"] if advantages else []))},
             # earlier versions did not record parts that are 0
             "rewards": {source: part for source, part in (turn.get("rewards") or {}).items() if part},
             "tool_calls": [{key: call.get(key) for key in _COMPARED_OF_CALLS} for call in turn["tool_calls"]],
