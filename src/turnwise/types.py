@@ -757,6 +757,13 @@ class Trajectory:
             return reported + sum(turn >= 0 for segment in self.segments for turn in segment.turn)
         return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
 
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens in the loss: those of turns with a weight above 0. 0 for a trajectory without advantages."""
+        if not self.advantages:
+            return 0
+        return sum(turn >= 0 and self.turns[turn].weight > 0 for segment in self.segments for turn in segment.turn)
+
     def has_advantage(self, turn: int) -> bool:
         """Whether a token of turn `turn` has an advantage other than zero."""
         advantage = self.advantages[turn]

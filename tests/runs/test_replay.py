@@ -276,7 +276,8 @@ def test_advantages_of_another_estimator_are_compared_with_the_recorded_ones(
     status, printed = replayed(tmp_path / "run", capsys, "--all", "--full", "credit=rloo")
     assert status == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text("utf-8").splitlines()]
-    for line in lines:
+    for line, read in zip(lines, record.read(tmp_path / "run"), strict=True):
+        assert read.trained_tokens == sum(turn >= 0 for part in line["segments"] for turn in part["turn"]) > 0
         (other,) = (one for one in lines if one["group"] == line["group"] and one["id"] != line["id"])
         found = re.search(
             rf"{re.escape(line['id'])} differs:\n  turns\[0\].advantage: (\S+) recorded, (\S+) now", printed
