@@ -35,6 +35,9 @@ _MANY_FAILED = 0.25
 _MANY_CALLS = 0.05
 """Share of turns with a tool call that nobody offered, above which it is no slip."""
 
+_LOOKED_AT = 256
+"""About so many turns of a step are looked at for such calls, because to look at a long one takes a millisecond."""
+
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|Iteration)\b")
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -402,6 +405,7 @@ class LearningWatch:
         if self.writes_call is None or ("tool_calls", "") in self._reported:
             return None
         without = [turn for trajectory in trajectories for turn in trajectory.turns if not turn.tools]
+        without = without[:: 1 + len(without) // _LOOKED_AT]
         calling = sum(self.writes_call(turn.text, reasoning_opening=turn.reasoning_opening) for turn in without)
         if calling <= _MANY_CALLS * len(without):
             return None

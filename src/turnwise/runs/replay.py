@@ -100,9 +100,9 @@ async def replay(
         raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
     scorer = assembly.scorer(config)
     _refuse_engine_rewards(scorer)
-    if not evaluation:
-        _refuse_incomplete_groups(config, scorer)
     credit = _new_credit(config, scorer, overrides, evaluation=evaluation)
+    if not evaluation:
+        _refuse_incomplete_groups(config, scorer, credit)
     needed = _scored_with(scorer, selected, recorded, steps=credit is not None)
     renderer = assembly.renderer(config, _source(run, config)) if config.engine.samples_tokens else None
     held_out = evaluation or (run / "evaluation.json").is_file()
@@ -111,9 +111,10 @@ async def replay(
     encode = None if renderer is None else renderer.encode
     async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
         context_of = _contexts(config, renderers, environments, needed, run)
-        await _run_all(config, scorer, needed, new, context_of)
+        steps = _steps(new)
+        await _run_all(config, scorer, needed, new, steps, context_of)
     if credit is not None:
-        _assign(credit, assembly.turn_weighting(config), new)
+        _assign(credit, of_all_agents(assembly.turn_weighting(config)), steps)
     chosen = {id_of(trajectory) for trajectory in selected}
     compared: list[Replayed] = []
     for old, now in zip(needed, new, strict=True):
@@ -179,7 +180,7 @@ def _refuse_without_effect(overrides: Sequence[str]) -> None:
 def _new_credit(config: Config, scorer: Scorer, overrides: Sequence[str], *, evaluation: bool) -> Credit | None:
     """The estimator whose advantages are compared with the recorded ones; None if the command line has no `credit`.
 
-    Raises ConfigError if it needs what a replay does not have, RunError if the record lacks conversations of its groups.
+    Raises ConfigError if it needs what a replay does not have.
     """
     given = [override for override in overrides if re.match(r"credit[.=]", override)]
     if not given:
@@ -197,18 +198,15 @@ def _new_credit(config: Config, scorer: Scorer, overrides: Sequence[str], *, eva
     }
     if lacking := [name for name, needs in needed.items() if needs]:
         raise ConfigError(f"credit.name={credit.name}: a replay does not have {' and '.join(lacking)}")
-    if (kept := config.record.best_and_worst) is not None:
-        raise RunError(
-            f"the run has recorded a part of each group (record.best_and_worst={kept}), so advantages cannot be computed again"
-        )
     return credit
 
 
-def _assign(credit: Credit, weigh_turns: TurnWeighting, new: Sequence[Trajectory]) -> None:
+def _assign(credit: Credit, weigh_turns: TurnWeighting, steps: Mapping[int | None, Sequence[Group]]) -> None:
     """Compute the advantages of all conversations, step by step as training does."""
-    for trajectory in new:
-        of_all_agents(weigh_turns)(trajectory)
-    for groups in _steps(new).values():
+    for groups in steps.values():
+        for group in groups:
+            for trajectory in group.trajectories:
+                weigh_turns(trajectory)
         credit(with_groups_of_agents(groups))
 
 
@@ -218,11 +216,11 @@ def _compares_groups(scorer: Scorer) -> bool:
     return bool(scorer.batch or scorer.groups) or any(reward.plan.needs_group for reward in of_one)
 
 
-def _refuse_incomplete_groups(config: Config, scorer: Scorer) -> None:
-    kept = config.record.best_and_worst
-    if kept is not None and _compares_groups(scorer):
+def _refuse_incomplete_groups(config: Config, scorer: Scorer, credit: Credit | None) -> None:
+    compares = "reward compares" if _compares_groups(scorer) else "advantage compares" if credit is not None else None
+    if (kept := config.record.best_and_worst) is not None and compares is not None:
         raise RunError(
-            f"the run has recorded a part of each group (record.best_and_worst={kept}), and its reward compares the "
+            f"the run has recorded a part of each group (record.best_and_worst={kept}), and its {compares} the "
             f"conversations of a group: it cannot be computed again. Record a run without record.best_and_worst"
         )
 
@@ -382,10 +380,11 @@ async def _run_all(
     scorer: Scorer,
     recorded: Sequence[Trajectory],
     new: Sequence[Trajectory],
+    steps: Mapping[int | None, Sequence[Group]],
     context_of: Callable[[Trajectory], ConversationContext],
 ) -> None:
-    """Run and score the conversations. Those that failed for a reason that is not replayed fail as they did."""
-    steps = _steps(new)
+    """Run and score the conversations, whose groups are `steps`. Those that failed for a reason that is not replayed fail as
+    they did."""
     slots = asyncio.Semaphore(config.max_concurrent)
     score_of = {step: scorer.scoring_callback(of_step) for step, of_step in steps.items()}
 

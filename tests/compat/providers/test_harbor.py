@@ -25,6 +25,7 @@ from turnwise.compat.providers.harbor import Harbor, read_rewards
 from turnwise.compat.providers.harbor_package import HarborMachine
 from turnwise.compat.providers.harbor_sandboxes import HarborError
 from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
+from turnwise.compat.providers.provider import RESTARTS
 from turnwise.config.recipe import checked
 from turnwise.environments.agents.containers import ContainerImage
 from turnwise.errors import ConfigError
@@ -824,7 +825,7 @@ def test_a_process_that_died_is_replaced_and_the_next_one_removes_what_it_left(
     environments, row = assembly.environment_factory(config), assembly.rows(config)[0]
     harbor = environments._shared[-1]
     assert isinstance(harbor, Harbor)
-    for number in range(harbor_package._RESTARTS):
+    for number in range(RESTARTS):
         assert "has ended with the status -9: " in asyncio.run(killed_in_a_command(harbor, row, folders))
         assert f"Another one is started, number {number + 1} of at most 3." in caplog.text
         assert list(folders.iterdir()) == []  # before the new process ends

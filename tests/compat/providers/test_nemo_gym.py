@@ -26,6 +26,7 @@ from turnwise import assembly
 from turnwise.cli import main
 from turnwise.compat.providers import nemo_gym
 from turnwise.compat.providers.nemo_gym import NemoGym
+from turnwise.compat.providers.provider import RESTARTS
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
@@ -341,7 +342,7 @@ def test_a_server_that_has_ended_is_replaced_and_not_for_ever(python: str, caplo
     source = environments._shared[-1]
     assert isinstance(source, NemoGym)
     try:
-        for number in range(nemo_gym._RESTARTS + 1):
+        for number in range(RESTARTS + 1):
             one = hold(Says("So \\boxed{B}"), environments, row=row, limits=LIMITS)
             assert one.error is None, one.error
             assert ("number 1 of at most 3" in caplog.text) == (number > 0)

@@ -262,7 +262,7 @@ def openenv_image(place: Path, tmp_path: Path, games: Path, port: int, *, outliv
 def test_a_server_that_is_lost_is_replaced(
     games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnwise.compat.providers.openenv._RESTARTS", 2)
+    monkeypatch.setattr("turnwise.compat.providers.provider.RESTARTS", 2)
     with real_tool("podman", tmp_path / "podman") as place:
         monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
         config = recipe(f"docker://{IMAGE}", **openenv_image(place, tmp_path, games, free_port(), outlives=True))

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from turnwise.compat.providers.harbor_sandboxes import HarborError, TaskPlaces, bounds_of
 from turnwise.compat.providers.harbor_tasks import HarborTask
+from turnwise.compat.providers.provider import Restarts
 from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError
 from turnwise.errors import ConfigError, nearest
 
@@ -37,8 +38,6 @@ _PROGRAM = Path(__file__).with_name("harbor_worker.py")
 _CHECK_SECONDS = 120.0
 _MORE_SECONDS = 30.0  # for the backend, after the command was killed
 _STOP_SECONDS = 150.0
-_RESTARTS = 3
-"""How many processes that died are replaced, until `aclose`. If the cause stays, conversations then fail at once."""
 _OWN = ("docker", "podman", "jail")
 """The backends without the package."""
 _BOUNDS = ("seconds", "memory_mb", "output_bytes")
@@ -225,16 +224,14 @@ class _Worker:
         self._python = python
         self._lock = threading.Lock()
         self._process: _Process | None = None
-        self._died = 0
+        self._restarts = Restarts("have died")
 
     def process(self) -> _Process:
         """The present process. Raises ProcessEnded, with what the last one has said, if too many have died."""
         with self._lock:
             if self._process is not None and (why := self._process.ended()):
-                if self._died >= _RESTARTS:
-                    raise ProcessEnded(f"{why} (the last of {_RESTARTS + 1} that have died: no other is started)")
-                self._died += 1
-                _log.warning("%s. Another one is started, number %d of at most %d.", why, self._died, _RESTARTS)
+                if (refused := self._restarts.refused(why)) is not None:
+                    raise ProcessEnded(refused)
                 self._process = None
             if self._process is None:
                 self._process = _Process(self._python)
@@ -243,7 +240,7 @@ class _Worker:
     def close(self) -> None:
         """End the process, which first removes its environments. Another one can be started."""
         with self._lock:
-            process, self._process, self._died = self._process, None, 0
+            process, self._process, self._restarts = self._process, None, Restarts("have died")
         if process is not None:
             process.close()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import logging
 import math
 import os
 import select
@@ -32,7 +31,7 @@ from urllib.error import URLError
 from urllib.parse import quote
 
 from turnwise.compat.object_factory import number, plain
-from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.compat.providers.provider import About, LibraryEnvironments, Restarts
 from turnwise.data.rows import ProvidedRows
 from turnwise.environments.agents.requests import AgentAnswer, ChatRequest, Refused, answer_message, template_messages
 from turnwise.environments.agents.responses import Responses
@@ -56,9 +55,6 @@ _ASKING = 20.0
 _NO_CALLS = "environment.arguments.execute_calls has no effect on a server with /step, which answers calls itself: remove it from"
 _CONNECTING = 4
 """How often a request is sent that gets no connection."""
-_RESTARTS = 3
-"""How many servers that ended are replaced, until `aclose`."""
-_log = logging.getLogger(__name__)
 
 
 class NemoGym(LibraryEnvironments):
@@ -189,8 +185,7 @@ class _Server:
         self._name, self._python, self._config, self._seconds = name, python, config, seconds
         self._lock = threading.Lock()
         self._running: _Running | None = None
-        self._ended = 0
-        """How many have ended."""
+        self._restarts = Restarts("have ended")
         names = self._names()
         if name not in names:
             raise ConfigError(
@@ -227,7 +222,7 @@ class _Server:
         with self._lock:
             if self._running is not None:
                 self._running.end()
-            self._running, self._ended = None, 0
+            self._running, self._restarts = None, Restarts("have ended")
 
     def _leave_ended(self) -> None:
         """Forget a server that has ended, so that another one is started. Raises Failed."""
@@ -235,11 +230,8 @@ class _Server:
         if running is None or (status := running.process.poll()) is None:
             return
         why = f"the server nemo_gym:{self._name} has ended with the status {status}; it said: {_last(running.log)}"
-        if self._ended >= _RESTARTS:
-            last = f"the last of {_RESTARTS + 1} that have ended: no other is started"
-            raise Failed(Failure("environment", f"{why} ({last})"))
-        self._ended += 1
-        _log.warning("%s. Another one is started, number %d of at most %d.", why, self._ended, _RESTARTS)
+        if (refused := self._restarts.refused(why)) is not None:
+            raise Failed(Failure("environment", refused))
         running.end()
         self._running = None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import logging
 import subprocess
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from urllib.error import HTTPError, URLError
 from pydantic import ValidationError
 
 from turnwise.compat.object_factory import ObjectFactory, number, opened, plain, referred
-from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.compat.providers.provider import About, LibraryEnvironments, Restarts
 from turnwise.data.rows import ProvidedRows, seed_rows
 from turnwise.environments.agents.containers import Container, ContainerError, ContainerImage
 from turnwise.environments.environment import Environment
@@ -47,9 +46,6 @@ _PORT = 8000
 """Where the servers of OpenEnv's images listen."""
 _CALL_SECONDS = 120.0
 """For a call of docker or podman."""
-_RESTARTS = 3
-"""How many servers of an image that were lost are replaced in a run."""
-_log = logging.getLogger(__name__)
 
 
 class OpenEnv(LibraryEnvironments):
@@ -243,7 +239,7 @@ class _Served:
         self._image, self._port, self._seconds = image, port, seconds
         self._remove_all = weakref.finalize(self, image.close)
         self._lock = threading.Lock()
-        self._over, self._replaced = threading.Event(), 0
+        self._over, self._restarts = threading.Event(), Restarts("were lost")
         try:
             self.present = self._start()
         except ContainerError as error:
@@ -272,11 +268,8 @@ class _Served:
         with self._lock:
             if server is not self.present:
                 return
-            if self._replaced >= _RESTARTS:
-                last = f"the last of {_RESTARTS + 1} that were lost: no other is started"
-                raise Failed(Failure("environment", f"{why} ({last})"))
-            self._replaced += 1
-            _log.warning("%s. Another one is started, number %d of at most %d.", why, self._replaced, _RESTARTS)
+            if (refused := self._restarts.refused(why)) is not None:
+                raise Failed(Failure("environment", refused))
             server.container.remove()
             try:
                 self.present = self._start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,10 @@ from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, nearest
 from turnwise.user_code.references import resolve
+
+RESTARTS = 3
+"""How many lost processes or servers of a library are replaced in a run. If the cause stays, conversations then fail at once."""
+_log = logging.getLogger(__name__)
 
 
 class LibraryEnvironments:
@@ -37,6 +42,22 @@ class LibraryEnvironments:
 
     async def aclose(self) -> None:
         """Nothing is shared."""
+
+
+class Restarts:
+    """Counts the processes or servers of a library that were lost in a run and replaced. Its callers hold a lock."""
+
+    def __init__(self, lost: str) -> None:
+        """`lost` is what happened to them, for messages: `have died`."""
+        self._lost, self._replaced = lost, 0
+
+    def refused(self, why: str) -> str | None:
+        """Count one more, with a warning that says why it is lost. Returns why no other may be started; None: one may."""
+        if self._replaced >= RESTARTS:
+            return f"{why} (the last of {RESTARTS + 1} that {self._lost}: no other is started)"
+        self._replaced += 1
+        _log.warning("%s. Another one is started, number %d of at most %d.", why, self._replaced, RESTARTS)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
