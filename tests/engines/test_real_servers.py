@@ -155,10 +155,12 @@ def test_two_trained_policies_are_two_adapters_at_one_server(name: str, tmp_path
     run = assemble(load(recipe, options)[0])
     train_silently(run)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        # before its optimizer step, what each learner computes is what the server has sampled with its adapter
-        assert 0 < line["ratio/max_deviation"] < 1e-4
-        assert 0 < line["policies/second/ratio/max_deviation"] < 1e-4
+    for prefix in ("", "policies/second/"):
+        # before its optimizer step, what each learner computes is what the server has sampled with its adapter; a policy that has
+        # become sure of its answers has no deviation at all, a new one has
+        deviations = [line[f"{prefix}ratio/max_deviation"] for line in lines]
+        assert deviations[0] > 0
+        assert max(deviations) < 1e-4
     written = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
     assert [line["error"] for line in written] == [None] * 48
     versions = {

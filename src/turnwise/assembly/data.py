@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 
-from turnwise.assembly.references import environment_constructor
+from turnwise.assembly.references import close_tried_environment, environment_constructor
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.providers.provider import environment_class
 from turnwise.data.conversations import read_conversations
 from turnwise.data.order import Curriculum, Order, RowOrder, weighted_order
 from turnwise.data.rows import BringsRows, ProvidedRows, read_rows
+from turnwise.environments.environment import EnvironmentSource
 from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.options.schema import Config
 from turnwise.types import Row
@@ -96,6 +97,9 @@ def _provided(config: Config, *, held_out: bool, count: int | None) -> ProvidedR
             return source.rows(count, held_out=held_out)
     except Failed as failed:
         raise _config_error(failed, f"environment: the rows of {use.use}") from failed
+    finally:  # the conversations have another one: a server or a container of this one would run beside its
+        if isinstance(source, EnvironmentSource):
+            close_tried_environment(source.aclose, use.use)
 
 
 def _config_error(failed: Failed, what: str) -> ConfigError:

@@ -301,7 +301,9 @@ def test_an_image_is_a_server_for_the_run_in_a_container_that_is_removed(
         monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
         name, arguments = f"docker://{IMAGE}", openenv_image(place, tmp_path, games, free_port())
         config = recipe(name, **arguments)
-        rows, environments = assembly.rows(config, limit=7), assembly.environment_factory(config)
+        rows = assembly.rows(config, limit=7)
+        assert not has_containers(place / "podman")
+        environments = assembly.environment_factory(config)
         assert has_containers(place / "podman")
         for one in hold_all(Says("1", "9", "6"), environments, row=rows[6], limits=LIMITS, size=3):
             assert one.error is None, one.error

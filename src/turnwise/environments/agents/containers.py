@@ -125,7 +125,8 @@ class ContainerImage:
     def close(self) -> None:
         """Remove all containers that are left. Blocks until they are removed."""
         self._threads.shutdown(wait=True)
-        self._remove_all(self._labelled(f"{_LABEL}={self.label}"))
+        if ids := self._labelled(f"{_LABEL}={self.label}"):
+            _remove(self.tool, ids)
 
     def remove_left_over(self) -> None:
         """Remove the containers of processes of this machine that have ended without removing them, such as after `kill -9`."""
@@ -134,7 +135,9 @@ class ContainerImage:
         # the status is not 0 if a container was removed meanwhile: the output has the others
         answer = _call([self.tool, "inspect", "--format", f'{{{{.Id}}}} {{{{index .Config.Labels "{_LABEL}"}}}}', *ids])
         labelled = [line.partition(" ") for line in answer.out.splitlines()]
-        self._remove_all([container for container, _, label in labelled if _has_ended(label)])
+        if left := [container for container, _, label in labelled if _has_ended(label)]:
+            _log.warning("%d containers were left over by runs that were killed, and are removed", len(left))
+            _remove(self.tool, left)
 
     def _labelled(self, label: str) -> list[str]:
         """The ids of the containers with a label."""
@@ -145,11 +148,6 @@ class ContainerImage:
             )
             return []
         return answer.out.split()
-
-    def _remove_all(self, ids: Sequence[str]) -> None:
-        if ids:
-            _log.warning("%d containers of agents were left over, and are removed", len(ids))
-            _call([self.tool, "rm", "--force", "--volumes", *ids])
 
 
 @dataclass(slots=True)
@@ -197,16 +195,20 @@ class Container:
         """Remove the container with what runs in it. Failures are logged."""
         with self._lock:
             self._removed = True
-            command = [self.image.tool, "rm", "--force", "--volumes", self.name]
-            answer, tries = _call(command), 1
-            while answer.status not in (0, None) and "no such container" not in answer.error.lower() and tries < _TRIES:
-                time.sleep(0.5 * tries)
-                answer, tries = _call(command), tries + 1
-        if answer.status != 0 and "no such container" not in answer.error.lower():
-            _log.warning(
-                "the container %s is not removed yet: %.300s. It is tried again at the end of the run",
-                *(self.name, answer.error),
-            )
+            _remove(self.image.tool, [self.name], then="It is tried again at the end of the run")
+
+
+def _remove(tool: str, containers: Sequence[str], *, then: str = "The next run removes it") -> None:
+    """Remove containers with what runs in them. It is tried again if it fails, as it may while a container ends. Failures are
+    logged, with what is done about them `then`."""
+    for name in containers:
+        command, tries = [tool, "rm", "--force", "--volumes", name], 1
+        while (answer := _call(command)).status != 0 and "no such container" not in answer.error.lower():
+            if answer.status is None or tries == _TRIES:  # without an answer, it would block for as long again
+                _log.warning("the container %s is not removed yet: %.300s. %s", name, answer.error, then)
+                break
+            time.sleep(0.5 * tries)
+            tries += 1
 
 
 class _Answer(NamedTuple):
