@@ -64,6 +64,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "sweep": (
         ("turnwise sweep recipes/calculator.yaml train.lr=1e-4,3e-4 seed=0,1", "train four runs, and compare them"),
         (
+            "turnwise sweep recipes/calculator.yaml --set lora='model.lora.rank=8 train.lr=3e-3' --set full=train.lr=3e-4",
+            "options that go together",
+        ),
+        (
             "turnwise sweep recipes/calculator.yaml train.lr=1e-5..1e-3 --trials 10",
             "let optuna choose ten learning rates",
         ),

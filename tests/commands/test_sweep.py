@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,12 +15,12 @@ from support.recipes import save_recipe
 from support.runs import a_run
 from turnwise.cli import main
 from turnwise.commands.command import Context, Stops
-from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, run_name, split_values
+from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, named_sets, run_name, split_values
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.summary import summarize_run
 from turnwise.record.writer import write_config
-from turnwise.terminal.runs import print_over_seeds
+from turnwise.terminal.runs import print_over_seeds, seed_records
 
 
 def test_values_are_divided_at_commas_outside_of_brackets_and_quotes() -> None:
@@ -266,17 +267,110 @@ def test_ranges_are_sampled_on_the_scale_of_their_ends() -> None:
         _distribution(optuna, ["x..y"])
 
 
-def test_runs_that_differ_in_the_seed_have_a_mean_and_a_deviation(context: Context, tmp_path: Path) -> None:
-    for lr, rewards in ((1e-4, (0.25, 0.75)), (1e-5, (0.5,))):
+def finished(path: Path, reward: float | None, *, seed: int, **train: Any) -> Path:
+    """A finished run of five steps with this reward in the last."""
+    options = {"seed": seed, "train": {"steps": 5, "lr": 1e-4, **train}}
+    run = a_run(path, options=options, ended={"how": "finished", "time": 1.0})
+    line = {"step": 5, "loss": 0.5} | ({} if reward is None else {"reward/mean": reward})
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return run
+
+
+def test_runs_that_differ_in_the_seed_have_a_mean_and_a_deviation(
+    context: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr, rewards in ((1e-5, (0.4,)), (1e-4, (0.2, 0.7)), (1e-3, (0.5, None))):
         for seed, reward in enumerate(rewards):
-            options = {"seed": seed, "train": {"steps": 5, "lr": lr}}
-            run = a_run(tmp_path / f"{lr}-{seed}", options=options, ended={"how": "finished", "time": 1.0})
-            (run / "metrics.jsonl").write_text(json.dumps({"step": 5, "reward/mean": reward}) + "\n")
+            finished(tmp_path / f"{lr:.0e}-{seed}", reward, seed=seed, lr=lr)
+    a_run(tmp_path / "killed", options={"seed": 5})
     summaries = [summarize_run(path) for path in sorted(tmp_path.iterdir())]
-    print_over_seeds(context.console, summaries, ["reward/mean"], by="reward/mean")
+    records = seed_records(summaries, metrics=["reward/mean"], by="reward/mean")
+    deviation = pytest.approx(0.5 / 2**0.5)
+    assert [list(record.values()) for record in records] == [
+        [2, [0, 1], 1e-4, pytest.approx(0.45), deviation],
+        [1, [0], 1e-5, 0.4, None],
+        [2, [0, 1], 1e-3, None, None],  # one lacks the metric
+    ]
+    print_over_seeds(context.console, records)
     rows = [line.split() for line in context.console.file.getvalue().splitlines() if line]  # type: ignore[attr-defined]
     assert rows[1:] == [
         ["seeds", "lr", "reward/mean"],
-        ["2", "0.0001", "0.500", "±", "0.354"],
-        ["1", "1e-05", "0.500"],
+        ["2", "0.0001", "0.450", "±", "0.354"],
+        ["1", "1e-05", "0.400"],
+        ["2", "0.001", "-"],
     ]
+    assert main(["show", str(tmp_path), "--over-seeds", "--metric", "loss", "--csv"]) == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [
+        "1,[0],1e-05,0.5,",
+        '2,"[0, 1]",0.0001,0.5,0.0',
+        '2,"[0, 1]",0.001,0.5,0.0',
+        "runs,seeds,train.lr,loss,loss.std",
+    ]
+    assert main(["show", str(tmp_path)]) == 0
+    assert "over the seeds: mean ± standard deviation" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "killed"), "--over-seeds"]) == 1
+    assert "of finished runs, and none of these has finished" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "1e-04-0"), "--over-seeds"]) == 1
+    assert "no two finished runs differ in the seed only" in capsys.readouterr().err
+
+
+def test_sets_of_options_are_the_values_of_one_option() -> None:
+    given = ["lora=model.lora.rank=8 train.lr=1e-4", "some=tools='[a, b]' ~credit", "plain="]
+    assert named_sets(given, beside=["seed=0,1"]) == {
+        "lora": ["model.lora.rank=8", "train.lr=1e-4"],
+        "some": ["tools=[a, b]", "~credit"],
+        "plain": [],
+    }
+    assert combinations({"set": ["lora"], "seed": ["0", "1"]}) == {
+        "set=lora,seed=0": ["set=lora", "seed=0"],
+        "set=lora,seed=1": ["set=lora", "seed=1"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "beside", "message"),
+    [
+        (["train.lr"], [], "--set train.lr: write NAME='OPTION=VALUE ...'"),
+        (["a b=train.lr=1"], [], "write NAME='OPTION=VALUE ...'"),
+        (["a=seed=1", "a=seed=2"], [], "--set a is given twice"),
+        (["a=seed=1,2"], [], "--set a: seed=1,2: in a set, an option has one value"),
+        (["a=output=x,y"], [], "the sweep sets output of each run"),
+        (["a=seed='1"], [], "No closing quotation"),
+        (["a=train.lr=1"], ["train.lr=2"], "--set a: train.lr is given beside the sets, too"),
+        (["a=train.lr=1"], ["set=a,b"], "set=... is given beside --set"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused(given: list[str], beside: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        named_sets(given, beside=beside)
+    assert message in str(refused.value)
+
+
+def test_the_runs_of_a_set_get_its_options_and_are_shown_by_its_name(
+    model: Path, tmp_path: Path, context: Context
+) -> None:
+    recipe = save_recipe(tmp_path, model, train={"steps": 5, "lr": 1e-5})
+    sets = {"fast": ["train.lr=1e-3", "train.weight_decay=0.1"], "slow": ["train.lr=1e-4"]}
+    sweep = Sweep(tmp_path / "s", str(recipe), ["train.steps=4"], command="train", sets=sets)
+    sweep.open()
+    config = sweep._config("set=fast,seed=1", ["set=fast", "seed=1"])
+    assert (config.train.lr, config.train.weight_decay, config.train.steps, config.seed) == (1e-3, 0.1, 4, 1)
+    sweep.check(["set=slow", "seed=1"])
+    runs = combinations({"set": list(sets), "seed": ["0", "1"]})
+    for number, (name, words) in enumerate(runs.items()):
+        chosen = {"lr": 1e-3, "weight_decay": 0.1} if number < 2 else {"lr": 1e-4, "weight_decay": 0.0}
+        run = finished(tmp_path / "s" / name, number / 4, seed=number % 2, **chosen)
+        config = sweep._config(name, words)
+        write_config(run / "config.yaml", config)
+        sweep.run(name, words, context, title="run", metric="loss")  # is finished already
+    again = Sweep(tmp_path / "s", str(recipe), ["train.steps=4"], command="train", sets={"slow": sets["slow"]})
+    again.open()  # a set that is not given again is known
+    assert again.compare(context, "reward/mean") == 0
+    rows = [line.split() for line in context.console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["2", "slow", "0.625", "±", "0.177", "0.750", "±", "0.000"] in rows
+    # the name of the set says lr and weight_decay
+    assert ["run", "state", "step", "reward/mean", "eval/reward/mean", "set", "seed"] in rows
+    other = Sweep(tmp_path / "s", str(recipe), ["train.steps=4"], command="train", sets={"slow": ["train.lr=1e-2"]})
+    with pytest.raises(RunError, match=r"a sweep with other options: .*\n  train.lr=0.01 "):
+        other.open()

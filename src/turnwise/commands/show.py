@@ -38,9 +38,11 @@ from turnwise.terminal.runs import (
     change_line,
     option_lines,
     print_left_out,
+    print_over_seeds,
     print_runs,
     records_as_csv,
     run_records,
+    seed_records,
     state_line,
     warning_lines,
 )
@@ -133,6 +135,11 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
     )
+    parser.add_argument(
+        "--over-seeds",
+        action="store_true",
+        help="in the table of runs, one row for the finished runs that differ in the seed only: number, mean, standard deviation",
+    )
     printed = "the table of runs, or with --metric the steps of one run, as"
     parser.add_argument(
         "--json",
@@ -145,6 +152,8 @@ def register_show(parser: argparse.ArgumentParser) -> None:
 
 _SELECTING = ("id", "step", "worst", "best", "last", "failed", "tokens")
 
+_OF_RUNS = {"sort": "--sort sorts runs", "over_seeds": "--over-seeds is of runs"}
+
 
 def _run_show(options: argparse.Namespace, context: Context) -> int:
     selectors = [f"--{name}" for name in _SELECTING if vars(options)[name] not in (None, False, 0) or name == "step"]
@@ -154,14 +163,15 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     if options.json and options.csv:
         raise ConfigError("--json and --csv are both given: give one of them")
     form = "json" if options.json else "csv" if options.csv else "text"
-    if one and options.metric and not options.sort:
+    of_runs = next((name for name in _OF_RUNS if vars(options)[name]), None)
+    if one and options.metric and not of_runs:
         if selectors:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
         show_metrics(context.console, run, options.metric, evaluation=options.evaluation, form=form)
         return 0
-    if not one or options.sort or (form != "text" and not selectors):
+    if not one or of_runs or (form != "text" and not selectors):
         if selectors:
-            problem = "--sort sorts runs" if one else "give the directory of one run"
+            problem = _OF_RUNS[of_runs] if one and of_runs else "give the directory of one run"
             raise ConfigError(f"{selectors[0]} prints conversations of one run: {problem}")
         show_runs(context.console, options, form=form)
         return 0
@@ -197,12 +207,20 @@ def show_runs(console: Console, options: argparse.Namespace, *, form: str) -> No
     metrics = [
         f"eval/{name}" if options.evaluation and not name.startswith("eval/") else name for name in options.metric
     ]
-    records = run_records(runs, metrics=metrics, by=options.sort)
+    records = (seed_records if options.over_seeds else run_records)(runs, metrics=metrics, by=options.sort)
+    if not records:
+        raise RunError("--over-seeds is of finished runs, and none of these has finished")
+    if options.over_seeds and form == "text" and all(record["runs"] == 1 for record in records):
+        raise RunError(
+            "--over-seeds: no two finished runs differ in the seed only; without it, the runs are printed one by one"
+        )
     if form != "text":
         _print_records(console, records, form)
         print_left_out(Console(stderr=True), problems)
         return
-    print_runs(console, records)
+    if not options.over_seeds:
+        print_runs(console, records)
+    print_over_seeds(console, records if options.over_seeds else seed_records(runs, metrics=metrics))
     print_left_out(console, problems)
 
 

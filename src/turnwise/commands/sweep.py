@@ -3,6 +3,9 @@
 The runs are trained one after the other, each in a process of its own (`turnwise train` or `sft`), so a run that fails, or is out
 of memory, ends no other. What a sweep consists of is in `sweep.json` of its directory: started again, it skips the runs that are
 finished and resumes the others; with more steps, all. With `--trials`, optuna chooses the values; there is no sampler here.
+
+Options that go together are a named set (`--set`): the sets of a sweep are the values of one more option, `set`, until a run is
+started.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import hashlib
 import itertools
 import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -25,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.commands.command import Context, add_recipe, count, print_lines
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.metric_names import METRICS, metric_hint
+from turnwise.record.summary import SET, find_summaries, lower_is_better, may_be_run, summarize_run
 
 if TYPE_CHECKING:
     from turnwise.options.schema import Config
@@ -46,6 +51,11 @@ def register_sweep(parser: argparse.ArgumentParser) -> None:
         "others; with a larger train.steps, all go on."
     )
     add_recipe(parser)
+    parser.add_argument(
+        "--set", metavar="NAME='OPTION=VALUE ...'", action="append", default=[], dest="sets",
+        help="options that go together; each set is combined with the other values: --set lora='model.lora.rank=8 "
+        "train.lr=1e-4' --set full=train.lr=1e-6 seed=0,1",
+    )  # fmt: skip
     parser.add_argument("--sft", action="store_true", help="fine-tune (turnwise sft) instead of turnwise train")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the directory of the runs; default: the recipe's output with -sweep"
@@ -66,13 +76,20 @@ def _run_sweep(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
 
     varied, fixed = divided(options.overrides)
+    sets = named_sets(options.sets, beside=options.overrides)
+    if sets:
+        varied = {SET: list(sets), **varied}
     if not varied:
-        raise ConfigError("no option has several values: separate them by commas, such as train.lr=1e-6,3e-6,1e-5")
+        raise ConfigError(
+            "no option has several values: separate them by commas, such as train.lr=1e-6,3e-6,1e-5, or give sets of options "
+            "with --set"
+        )
     base, _ = load(options.recipe, fixed)
     directory: Path = options.out or Path(f"{base.output.rstrip('/')}-sweep")
-    sweep = Sweep(directory, options.recipe, fixed, command="sft" if options.sft else "train")
+    sweep = Sweep(directory, options.recipe, fixed, command="sft" if options.sft else "train", sets=sets)
     # `data.eval` is varied or fixed
-    evaluates = "data.eval" in varied or base.data.eval is not None
+    chosen = [*varied, *(word.partition("=")[0] for words in sets.values() for word in words)]
+    evaluates = "data.eval" in chosen or base.data.eval is not None
     metric = chosen_metric(options.metric, command=sweep.command, evaluates=evaluates)
     if options.trials is None:
         runs = combinations(varied)
@@ -133,6 +150,39 @@ def divided(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     return varied, fixed
 
 
+def named_sets(given: Sequence[str], *, beside: Sequence[str]) -> dict[str, list[str]]:
+    """The options of each set by its name; without options, it is the recipe as it is. `beside`: the other overrides.
+
+    Example: `["lora=model.lora.rank=8 train.lr=1e-4", "plain="]` gives `{"lora": ["model.lora.rank=8", "train.lr=1e-4"],
+    "plain": []}`. Raises ConfigError for names and options that cannot be, and for an option that is in a set and beside it.
+    """
+    sets: dict[str, list[str]] = {}
+    others = {word.partition("=")[0] for word in beside}
+    for text in given:
+        name, equals, options = text.partition("=")
+        if not equals or not re.fullmatch(r"[\w.+-]+", name):
+            raise ConfigError(
+                f"--set {text}: write NAME='OPTION=VALUE ...', such as lora='model.lora.rank=8 train.lr=1e-4'"
+            )
+        if name in sets:
+            raise ConfigError(f"--set {name} is given twice: each set has a name of its own")
+        try:
+            sets[name] = shlex.split(options)
+        except ValueError as error:
+            raise ConfigError(f"--set {text}: {error}") from None
+        several, _ = divided(sets[name])
+        for key, values in several.items():
+            raise ConfigError(f"--set {name}: {key}={','.join(values)}: in a set, an option has one value")
+        for key in (word.partition("=")[0] for word in sets[name]):
+            if key in others:
+                raise ConfigError(
+                    f"--set {name}: {key} is given beside the sets, too: give it in one of the two places"
+                )
+    if sets and SET in others:
+        raise ConfigError("set=... is given beside --set: all sets of --set are trained, remove it")
+    return sets
+
+
 def split_values(text: str) -> list[str]:
     """The parts between commas that are outside of brackets and quotes. Example: `[1,2],[3]` are `[1,2]` and `[3]`."""
     parts, depth, quote = [""], 0, ""
@@ -152,7 +202,7 @@ def split_values(text: str) -> list[str]:
 def combinations(varied: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """The overrides of each run by its name: all combinations of the values. Raises ConfigError for a range."""
     for key, values in varied.items():
-        if len(values) == 1:
+        if len(values) == 1 and key != SET:
             raise ConfigError(
                 f"{key}={values[0]} is a range: give values with commas, or let optuna choose: --trials 20"
             )
@@ -180,11 +230,20 @@ def run_name(words: Sequence[str]) -> str:
 class Sweep:
     """The runs of a sweep in their directory."""
 
-    def __init__(self, directory: Path, recipe: str, fixed: Sequence[str], *, command: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        recipe: str,
+        fixed: Sequence[str],
+        *,
+        command: str,
+        sets: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.directory = directory
         self._recipe, self._fixed, self.command = recipe, list(fixed), command
         text = Path(recipe).read_bytes()
         self._about = {"command": command, "recipe": hashlib.sha256(text).hexdigest(), "options": self._fixed}
+        self._sets = {name: list(words) for name, words in (sets or {}).items()}
         self._failed: list[str] = []
         self.runs: dict[str, list[str]] = {}
         """The overrides of each run by its name, in the order in which they were started."""
@@ -203,7 +262,9 @@ class Sweep:
                     f"--out DIR"
                 )
             self.runs = about["runs"]
-            if {key: about.get(key) for key in self._about} != self._about:
+            now, self._sets = self._sets, about.get("sets", {}) | self._sets
+            same = all(about.get("sets", {}).get(name, words) == words for name, words in now.items())
+            if not same or {key: about.get(key) for key in self._about} != self._about:
                 self._refuse_other_options()
         elif self.directory.is_dir() and any(self.directory.iterdir()):
             raise RunError(f"{self.directory} contains other files: choose another directory with --out DIR")
@@ -237,7 +298,15 @@ class Sweep:
         """The recipe with which a run is started or resumed. Raises ConfigError."""
         from turnwise.config.recipe import load
 
-        return load(self._recipe, [*self._fixed, *words, "resume=auto", f"output={self.directory / name}"])[0]
+        return load(self._recipe, self._overrides(name, words))[0]
+
+    def _overrides(self, name: str, words: Sequence[str]) -> list[str]:
+        """What a run is started with: the fixed options, and its own, of which those of its set are the first."""
+        return [*self._options(words), "resume=auto", f"output={self.directory / name}"]
+
+    def _options(self, words: Sequence[str]) -> list[str]:
+        chosen = [one for key, name in _pairs(words) if key == SET for one in self._sets[name]]
+        return [*self._fixed, *chosen, *(word for word in words if not word.startswith(f"{SET}="))]
 
     def refuse_others(self, runs: Mapping[str, Sequence[str]]) -> None:
         """Refuse a directory with runs of the same names and of other options. Raises RunError.
@@ -258,14 +327,12 @@ class Sweep:
         from turnwise.config.sft_checks import refuse_sft_without_effect
         from turnwise.config.train_checks import refuse_without_effect
 
-        config, _ = load(self._recipe, [*self._fixed, *words])
+        config, _ = load(self._recipe, self._options(words))
         refuse_missing_files(config)
         (refuse_sft_without_effect if self.command == "sft" else refuse_without_effect)(config)
 
     def state(self, name: str) -> str | None:
         """How the run of this name ended; None if it was not started."""
-        from turnwise.record.summary import may_be_run, summarize_run
-
         path = self.directory / name
         return summarize_run(path).state if may_be_run(path) else None
 
@@ -276,15 +343,15 @@ class Sweep:
         if state == "finished" and self._has_more_steps(name, words):
             state = "shorter"
         self.runs[name] = list(words)
-        (self.directory / "sweep.json").write_text(json.dumps({**self._about, "runs": self.runs}, indent=1) + "\n")
+        about = {**self._about, **({"sets": self._sets} if self._sets else {}), "runs": self.runs}
+        (self.directory / "sweep.json").write_text(json.dumps(about, indent=1) + "\n")
         if state == "finished":
             print_lines(context.console, [f"{title}: {' '.join(words)} is finished already"])
             return
         log, begun = self.directory / f"{name}.log", time.monotonic()
         resumed = "" if state is None else " (resumed)"
         print_lines(context.console, [f"{title}: {' '.join(words)} into {path}{resumed}; what it prints: {log}"])
-        own = [*self._fixed, *words, "resume=auto", f"output={path}"]
-        command = [sys.executable, "-m", "turnwise", self.command, self._recipe, *own]
+        command = [sys.executable, "-m", "turnwise", self.command, self._recipe, *self._overrides(name, words)]
         if (status := context.stops.run(_process(command, log))) != 0:
             self._failed.append(name)
             end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
@@ -303,8 +370,6 @@ class Sweep:
 
     def _has_more_steps(self, name: str, words: Sequence[str]) -> bool:
         """Whether the recipe has more steps now than a finished run."""
-        from turnwise.record.summary import summarize_run
-
         run, now = summarize_run(self.directory / name), self._config(name, words)
         if self.command == "sft":
             steps, epochs = now.sft.steps, now.sft.epochs
@@ -316,7 +381,6 @@ class Sweep:
 
     def _value(self, name: str, metric: str) -> str:
         """The last value of a metric of a run, for people; empty where there is none."""
-        from turnwise.record.summary import may_be_run, summarize_run
         from turnwise.terminal.tables import number
 
         path = self.directory / name
@@ -325,8 +389,6 @@ class Sweep:
 
     def result(self, name: str, metric: str) -> float | None:
         """The last value of a metric in a run; None if the run has not finished. Raises RunError if a finished one lacks it."""
-        from turnwise.record.summary import summarize_run
-
         if self.state(name) != "finished":
             return None
         metrics = summarize_run(self.directory / name).metrics
@@ -339,8 +401,14 @@ class Sweep:
 
     def compare(self, context: Context, metric: str) -> int:
         """Print the comparison, sorted by a metric if any run has it. Returns the exit status: 1 if a run failed."""
-        from turnwise.record.summary import find_summaries
-        from turnwise.terminal.runs import known_metrics, print_left_out, print_over_seeds, print_runs, run_records
+        from turnwise.terminal.runs import (
+            known_metrics,
+            print_left_out,
+            print_over_seeds,
+            print_runs,
+            run_records,
+            seed_records,
+        )
 
         summaries, problems = find_summaries([self.directory / name for name in self.runs])
         if summaries:
@@ -350,7 +418,7 @@ class Sweep:
             print_lines(context.console, [""])
             print_runs(context.console, run_records(summaries, metrics=shown, by=by))
             if by is not None:
-                print_over_seeds(context.console, summaries, shown, by=by)
+                print_over_seeds(context.console, seed_records(summaries, metrics=shown, by=by))
             else:
                 print_lines(
                     context.console, [f"not sorted: no run has the metric {metric}{metric_hint(metric, names)}"]
@@ -392,7 +460,6 @@ def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], trials: int, me
         import optuna  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("--trials needs the `optuna` package: pip install 'turnwise[sweep]'") from None
-    from turnwise.record.summary import lower_is_better
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = {key: _distribution(optuna, values) for key, values in varied.items()}

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from turnwise.options.section import Section
     from turnwise.record.evaluation import Estimate, PairedTest
 
+SET = "set"
+"""The option of a run in a sweep that names its set of options."""
 EVALUATION = "eval/"
 """The prefix of metrics on held-out rows."""
 _PLACE = ("output", "resume", "resume_changes", "replace")
@@ -86,7 +88,8 @@ class RunWarning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run. `metrics` has those with a finite number in any step; `options` are those of its recipe, as `train.lr`."""
+    """One run. `metrics` has those with a finite number in any step; `options` are those of its recipe, as `train.lr`, and in a
+    sweep with sets of options `set`, the name of its own."""
 
     path: Path
     kind: str
@@ -124,6 +127,7 @@ def summarize_run(path: Path) -> RunSummary:
         )
     damaged: list[str] = []
     options, chosen = _recorded_values(path)
+    options = _set_of(path) | options
     lines = list(read_lines(path / "metrics.jsonl", damaged=damaged))
     evaluations = list(read_lines(path / "evaluations.jsonl", damaged=damaged))
     ended = about.get("ended")
@@ -272,6 +276,20 @@ def _recorded_values(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return used, {}
     said = parse_json(comment.removeprefix(CHOSEN), where=str(file), error=RunError)
     return used | said, {name: used.get(name) for name in said}
+
+
+def _set_of(path: Path) -> dict[str, str]:
+    """The name of a run's set of options, from `sweep.json` beside it; empty where there is none."""
+    path = path.absolute()
+    file = path.parent / "sweep.json"
+    if not os.path.isfile(file):
+        return {}
+    try:
+        about = parse_json(read_text(file, error=RunError), where=str(file), error=RunError)
+        words = [word for word in about["runs"][path.name] if word.startswith(f"{SET}=")]
+    except (RunError, KeyError, TypeError, AttributeError):  # the runs are shown all the same
+        return {}
+    return {SET: words[0].partition("=")[2]} if words else {}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

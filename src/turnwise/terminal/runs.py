@@ -19,6 +19,7 @@ from rich.text import Text
 from turnwise.errors import RunError, counted
 from turnwise.record.metric_names import metric_hint
 from turnwise.record.summary import (
+    SET,
     HeldOutChange,
     RunSummary,
     changed_from_defaults,
@@ -148,11 +149,15 @@ def run_records(
     records = [_record(run, names, options) for run in runs]
     if by is None:
         return records
+    return _sorted(records, names, by)
+
+
+def _sorted(records: list[dict[str, Any]], metrics: Sequence[str], by: str) -> list[dict[str, Any]]:
     columns = list(records[0]) if records else []
     if by not in columns:
         raise RunError(f"--sort={by} is not a column of the table; the columns are: {', '.join(columns)}")
     metric = by.removesuffix(".best")
-    descending = metric in names and not lower_is_better(metric)
+    descending = metric in metrics and not lower_is_better(metric)
 
     def place(record: Mapping[str, Any]) -> tuple[int, float, str]:
         value = record[by]
@@ -161,6 +166,34 @@ def run_records(
         return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
     return sorted(records, key=place)
+
+
+def seed_records(
+    runs: Sequence[RunSummary], *, metrics: Sequence[str] = (), by: str | None = None
+) -> list[dict[str, Any]]:
+    """A row for the finished runs that differ in `seed` only: their number (`runs`), the seeds, each option that differs
+    otherwise, and of each metric the mean of its last values (`reward/mean`) and their standard deviation (`reward/mean.std`).
+
+    None where a run lacks the metric, and for the deviation of one run. `by` and errors as in `run_records`. Empty if no run has
+    finished.
+    """
+    names, options = known_metrics(runs, metrics), [name for name in differing_options(runs) if name != "seed"]
+    groups: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        if run.state == "finished":
+            key = json.dumps([run.kind, *(run.options.get(name) for name in options)], default=str)
+            groups.setdefault(key, []).append(run)
+    records: list[dict[str, Any]] = []
+    for group in groups.values():
+        record: dict[str, Any] = {"runs": len(group), "seeds": [run.options.get("seed") for run in group]}
+        record |= {name: group[0].options.get(name) for name in options}
+        for name in names:
+            values = [run.metrics[name].last for run in group if name in run.metrics]
+            complete = len(values) == len(group)
+            record[name] = mean(values) if complete else None
+            record[f"{name}.std"] = stdev(values) if complete and len(values) > 1 else None
+        records.append(record)
+    return records if by is None or not records else _sorted(records, names, by)
 
 
 def _record(run: RunSummary, metrics: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
@@ -198,7 +231,7 @@ def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
     columns = list(records[0])
     metrics = [name.removesuffix(".best") for name in columns if name.endswith(".best")]
     fixed = ("run", "kind", "state", "reason", "step", "steps", "warnings")
-    options = columns[len(fixed) + 3 * len(metrics) :]
+    options = _without_set(records, columns[len(fixed) + 3 * len(metrics) :])
     kinds = list(dict.fromkeys(record["kind"] for record in records))
     shown: list[list[str]] = [["run", *(["kind"] if len(kinds) > 1 else []), "state", "step"]]
     warned = any(record["warnings"] for record in records)
@@ -223,34 +256,36 @@ def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
         console.print("metrics: the last value (the best value @its step, where that is another)", style="dim")
 
 
-def print_over_seeds(console: Console, runs: Sequence[RunSummary], names: Sequence[str], *, by: str) -> None:
-    """Print mean and standard deviation of metrics over runs that differ in `seed` only, the best mean of `by` first. Nothing if
-    no two finished runs do."""
+def print_over_seeds(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows of `seed_records` as a table. Nothing if no two runs differ in the seed only."""
     from turnwise.terminal.tables import number, print_table
 
-    varied = [name for name in differing_options(runs) if name != "seed"]
-    groups: dict[str, list[RunSummary]] = {}
-    for run in runs:
-        if run.state == "finished" and all(name in run.metrics for name in names):
-            groups.setdefault(json.dumps([run.options.get(name) for name in varied], default=str), []).append(run)
-    if max(map(len, groups.values()), default=0) < 2:
+    if max((record["runs"] for record in records), default=0) < 2:
         return
-
-    def cell(group: Sequence[RunSummary], name: str) -> str:
-        values = [run.metrics[name].last for run in group]
-        return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
-
-    ordered = sorted(
-        groups.values(),
-        key=lambda group: mean(run.metrics[by].last for run in group),
-        reverse=not lower_is_better(by),
-    )
-    rows = [["seeds", *(_label(name, varied) for name in varied), *names]]
-    for group in ordered:
-        options = [option_text(group[0].options.get(name)) for name in varied]
-        rows.append([str(len(group)), *options, *(cell(group, name) for name in names)])
+    columns = list(records[0])[2:]
+    metrics = [name.removesuffix(".std") for name in columns if name.endswith(".std")]
+    options = _without_set(records, columns[: len(columns) - 2 * len(metrics)])
+    rows = [["seeds", *(_label(name, options) for name in options), *metrics]]
+    for record in records:
+        means = [
+            number(record[name]) + ("" if (std := record[f"{name}.std"]) is None else f" ± {number(std)}")
+            for name in metrics
+        ]
+        rows.append([str(record["runs"]), *(option_text(record[name]) for name in options), *means])
     console.print("\nover the seeds: mean ± standard deviation of the last values", highlight=False)
-    print_table(console, rows, keys=1 + len(varied))
+    print_table(console, rows, keys=1 + len(options))
+
+
+def _without_set(records: Sequence[Mapping[str, Any]], options: Sequence[str]) -> list[str]:
+    """`options` without those that have one value in each set of a sweep: the name of the set says them."""
+    if SET not in options or any(record[SET] is None for record in records):
+        return list(options)
+
+    def is_of_set(name: str) -> bool:
+        pairs = {json.dumps([record[SET], record[name]], default=str) for record in records}
+        return name != SET and len(pairs) == len({record[SET] for record in records})
+
+    return [name for name in options if not is_of_set(name)]
 
 
 def _print_columns(console: Console, shown: Sequence[Sequence[str]], options: Sequence[str]) -> None:
