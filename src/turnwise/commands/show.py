@@ -98,20 +98,9 @@ def register_show(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
-    parser.add_argument(
-        "--worst",
-        type=count,
-        default=0,
-        metavar="N",
-        help="the N conversations with the lowest reward; of equal ones the latest",
-    )
-    parser.add_argument(
-        "--best",
-        type=count,
-        default=0,
-        metavar="N",
-        help="the N conversations with the highest reward; of equal ones the latest",
-    )
+    for name, which in (("--worst", "lowest"), ("--best", "highest")):
+        help_ = f"the N conversations with the {which} reward; of equal ones the latest"
+        parser.add_argument(name, type=count, default=0, metavar="N", help=help_)
     parser.add_argument("--last", type=count, default=0, metavar="N", help="the N latest conversations")
     parser.add_argument(
         "--eval",
