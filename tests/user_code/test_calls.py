@@ -32,7 +32,7 @@ from turnwise.rollout.context import Limits
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Group, Opening, Reply, Row, Stop, Trajectory, Turn
-from turnwise.user_code.calls import _line
+from turnwise.user_code.calls import LoopWatch, _line, loop_watch
 from turnwise.user_code.reward_number import equal_rewards, reaches
 
 
@@ -338,6 +338,18 @@ def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_
     assert f"{__file__}:" in message
     for way in ("set environment.thread: true", "asyncio.to_thread(function, ...)"):
         assert way in message
+
+
+def test_the_thread_that_watches_an_event_loop_ends_with_it() -> None:
+    async def watched() -> LoopWatch:
+        watch = loop_watch()
+        watch.end(watch.begin("a call", advice=""))
+        return watch
+
+    watcher = asyncio.run(watched())._watcher
+    assert watcher is not None
+    watcher.join(60)
+    assert not watcher.is_alive()
 
 
 def test_who_blocks_the_loop_for_too_long_meets_its_own_deadline() -> None:

@@ -138,11 +138,12 @@ class Stretch(NamedTuple):
 
 
 class LoopWatch:
-    """How long the code of users has blocked one event loop."""
+    """How long the code of users has blocked one event loop, which is the running one."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.blocked = 0.0
         """Seconds, of all calls together, short ones included."""
+        self._loop = weakref.ref(loop)
         self._loop_thread = threading.get_ident()
         self._running: Stretch | None = None
         """The innermost stretch that runs now. Read by the watching thread."""
@@ -183,6 +184,12 @@ class LoopWatch:
             if computed or self._line_of(stretch):
                 self._report(stretch, seconds)
         return seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the event loop will not run again."""
+        loop = self._loop()
+        return loop is None or loop.is_closed()
 
     def look(self) -> None:
         """Note the line of the call that blocks the event loop now. Runs in the watching thread."""
@@ -271,7 +278,7 @@ def _watch(reference: weakref.ref[LoopWatch]) -> None:
     while True:
         time.sleep(_INTERVAL)
         watch = reference()
-        if watch is None:
+        if watch is None or watch.over:  # a closed loop may be freed much later, and threads that look wake the process
             return
         watch.look()
         del watch
@@ -323,7 +330,7 @@ def loop_watch() -> LoopWatch:
     loop = asyncio.get_running_loop()
     watch = _watches.get(loop)
     if watch is None:
-        watch = _watches[loop] = LoopWatch()
+        watch = _watches[loop] = LoopWatch(loop)
     return watch
 
 
