@@ -1,4 +1,4 @@
-"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory and what it has read; on
+"""For test_sharded.py, by programs.py: loads a model, and writes the peak of its memory and what it has read; on
 several ranks also the memory that rank 0 needs to give weights to servers.
 
 Arguments: a small model, which is loaded first, so that modules imported on first use and the buffers of the connections
@@ -144,8 +144,3 @@ def main() -> None:
     Path(f"{out}{os.environ.get('RANK', '0')}").write_text(json.dumps([peak, read, streamed]))
     if ranks is not None:
         ranks.close()
-
-
-if __name__ == "__main__":
-    main()
-    os._exit(0)  # as a command's rank: threads of gloo could abort a process that finalizes the interpreter

@@ -355,18 +355,18 @@ def scores_of(targets: Targets) -> list[float]:
 
 
 def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Two updates, and what the learner says of itself."""
+    """An update of two epochs, or two updates of one, and what the learner says of itself."""
     batches = batches_of(case, learner)
     before = learner.fingerprint()
     done: list[int] = []
     first = asyncio.run(learner.update(batches, lr=1e-3, epochs=case.epochs, on_micro_batch=lambda: done.append(1)))
     of_first = {name: gradient.detach().clone() for name, gradient in gradients().items()}
-    second = asyncio.run(learner.update(batches, lr=1e-3))
+    updates = [first, *(asyncio.run(learner.update(batches, lr=1e-3)) for _ in range(2 - case.epochs))]
     return {
         "fingerprint": before,
         "base": learner.base_fingerprint(),
         "reference": learner.reference_fingerprint(),
-        "updates": [stats(first), stats(second)],
+        "updates": [stats(update) for update in updates],
         "micro_batches": [len(done), case.epochs * sum(len(batch.micro_batches) for batch in batches)],
         "token_logprobs": learner.token_logprobs([5, 6, 7, 8]),
         "loss": asyncio.run(learner.evaluate_loss(batches[0])),

@@ -168,19 +168,20 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")
 """Models with layers that keep a state, some with experts."""
 
 Mesh = dict[str, int]
+World = tuple[int, Sequence[Sequence[Path | str | Mesh]]]
+"""A number of ranks, and the programs of this folder that they run, each on a mesh of its own."""
 
 
-def run_ranks(size: int, *programs: Sequence[Path | str | Mesh]) -> None:
-    """Run programs of this folder on `size` ranks, each on a mesh of its own."""
-    words = json.dumps([[mesh, *map(str, words)] for mesh, *words in programs])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+def run_ranks(*worlds: World) -> None:
+    """Run each world, after the one before it has ended."""
+    words = [[size, [[mesh, *map(str, rest)] for mesh, *rest in programs]] for size, programs in worlds]
     source = TESTS.parent / "src"
     environment = {
         **os.environ,
         "PYTHONPATH": f"{TESTS}{os.pathsep}{source}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [*launcher, str(TESTS / "cluster" / "programs.py"), words]
+    command = [sys.executable, str(TESTS / "cluster" / "programs.py"), json.dumps(words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -228,40 +229,48 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ) -> Sequence[Path | str | Mesh]:
         return [{"expert": 2, **mesh}, "rank_program", model, out / f"{name}.json", written, read, *OF_EXPERTS[name]]
 
-    run_ranks(1, passes("one", {}, ON_ONE_RANK))
     run_ranks(
-        2,
-        passes("two", {}, [*EXACT, *ROUNDED]),
-        passes("pair", {"tensor": 2}, TOGETHER["pair"]),
-        passes("parts", {"context": 2}, TOGETHER["parts"]),
-        critics("two", {}, [*CRITIC_EXACT, "bfloat16"]),
-        critics("pair", {"tensor": 2}, CRITIC_TOGETHER),
-        critics("parts", {"context": 2}, CRITIC_TOGETHER),
-        [{}, "image_program", vision, out / "images.json"],
-        [{"tensor": 2}, "image_program", vision, out / "images-pair.json"],
-        [{"context": 2}, "image_program", vision, out / "images-context.json"],
-        [{"context": 2}, "image_program", out / "qwen3_vl", out / "images-context-qwen3_vl.json"],
-        [{"tensor": 2}, "image_program", save_qwen2_vl(out / "qwen2_vl"), out / "images-qwen2_vl.json"],
-        [{"tensor": 2}, "image_program", save_qwen3_vl(out / "qwen3_vl"), out / "images-qwen3_vl.json"],
-        experts("experts_of_pair", {}),
-    )
-    run_ranks(
-        4,
-        passes("four", {"replicate": 2}, IN_TWO_GROUPS),
-        passes("square", {"tensor": 2}, TOGETHER["square"]),
-        passes("two_parts", {"context": 2}, TOGETHER["two_parts"]),
-        passes("parts_of_pairs", {"context": 2, "tensor": 2}, TOGETHER["parts_of_pairs"]),
-        [{"tensor": 2}, "image_program", vision, out / "images-square.json"],
-        [{"context": 2, "tensor": 2}, "image_program", out / "qwen3_vl", out / "images-parts_of_pairs.json"],
-        experts("experts_of_four", {}, out / "of-experts_of_four"),
-        experts("experts_in_groups", {"replicate": 2}),
-        experts("experts_of_all", {"expert": 4}, out / "of-experts_of_all", out / "of-experts_of_four"),
-        experts("experts_of_parts", {"context": 2}),
-    )
-    run_ranks(
-        1,
-        [{}, "rank_program", model, out / "again.json", "-", saved],
-        [{}, "critic_program", model, head, out / "one-critic.json", "-", out / "two-critic"],
+        (1, [passes("one", {}, ON_ONE_RANK)]),
+        (
+            2,
+            [
+                passes("two", {}, [*EXACT, *ROUNDED]),
+                passes("pair", {"tensor": 2}, TOGETHER["pair"]),
+                passes("parts", {"context": 2}, TOGETHER["parts"]),
+                critics("two", {}, [*CRITIC_EXACT, "bfloat16"]),
+                critics("pair", {"tensor": 2}, CRITIC_TOGETHER),
+                critics("parts", {"context": 2}, CRITIC_TOGETHER),
+                [{}, "image_program", vision, out / "images.json"],
+                [{"tensor": 2}, "image_program", vision, out / "images-pair.json"],
+                [{"context": 2}, "image_program", vision, out / "images-context.json"],
+                [{"context": 2}, "image_program", out / "qwen3_vl", out / "images-context-qwen3_vl.json"],
+                [{"tensor": 2}, "image_program", save_qwen2_vl(out / "qwen2_vl"), out / "images-qwen2_vl.json"],
+                [{"tensor": 2}, "image_program", save_qwen3_vl(out / "qwen3_vl"), out / "images-qwen3_vl.json"],
+                experts("experts_of_pair", {}),
+            ],
+        ),
+        (
+            4,
+            [
+                passes("four", {"replicate": 2}, IN_TWO_GROUPS),
+                passes("square", {"tensor": 2}, TOGETHER["square"]),
+                passes("two_parts", {"context": 2}, TOGETHER["two_parts"]),
+                passes("parts_of_pairs", {"context": 2, "tensor": 2}, TOGETHER["parts_of_pairs"]),
+                [{"tensor": 2}, "image_program", vision, out / "images-square.json"],
+                [{"context": 2, "tensor": 2}, "image_program", out / "qwen3_vl", out / "images-parts_of_pairs.json"],
+                experts("experts_of_four", {}, out / "of-experts_of_four"),
+                experts("experts_in_groups", {"replicate": 2}),
+                experts("experts_of_all", {"expert": 4}, out / "of-experts_of_all", out / "of-experts_of_four"),
+                experts("experts_of_parts", {"context": 2}),
+            ],
+        ),
+        (
+            1,
+            [
+                [{}, "rank_program", model, out / "again.json", "-", saved],
+                [{}, "critic_program", model, head, out / "one-critic.json", "-", out / "two-critic"],
+            ],
+        ),
     )
     return {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
 
@@ -591,21 +600,18 @@ MEGABYTE = 2**10
 """Kilobytes."""
 
 
-def peaks(path: Path, out: Path, ranks: int, **mesh: int) -> list[tuple[int, int, int]]:
-    """Of each process in kilobytes: the peak of its memory, beyond its memory before the model was loaded, what it has read of
-    the weights, and the most memory in which it gives weights to servers."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    program = [
-        str(TESTS / "cluster" / "memory_program.py"),
-        str(path.parent / "small"),
-        str(path),
-        "sharded" if ranks > 1 else "complete",
-        str(out),
-    ]
-    source = str(TESTS.parent / "src")
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "MESH": json.dumps(mesh)}
-    subprocess.run([sys.executable, *launcher, *program], env=environment, check=True, timeout=600)
-    return [tuple(json.loads(Path(f"{out}{rank}").read_text())) for rank in range(ranks)]
+def peaks(path: Path, out: Path, *meshes: Mesh) -> list[list[tuple[int, int, int]]]:
+    """Of each process of one rank, and of two, four, ... ranks on these meshes, in kilobytes: the peak of its memory, beyond its
+    memory before the model was loaded, what it has read of the weights, and the most memory in which it gives weights to
+    servers."""
+    sizes = [2 ** (1 + number) for number in range(len(meshes))]
+
+    def program(size: int, mesh: Mesh) -> World:
+        kind = "sharded" if size > 1 else "complete"
+        return size, [[mesh, "memory_program", path.parent / "small", path, kind, out / f"{size}-"]]
+
+    run_ranks(program(1, {}), *map(program, sizes, meshes))
+    return [[tuple(json.loads((out / f"{size}-{rank}").read_text())) for rank in range(size)] for size in (1, *sizes)]
 
 
 @pytest.mark.cluster
@@ -618,11 +624,11 @@ def test_each_rank_reads_and_has_its_part_of_the_model_only_and_gives_it_to_serv
     model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
     small = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2)
     Qwen2ForCausalLM(small).save_pretrained(tmp_path / "small")
-    complete, read, _ = peaks(tmp_path / "model", tmp_path / "complete", 1)[0]
+    ((complete, read, _),), *of_worlds = peaks(tmp_path / "model", tmp_path, {}, {"tensor": 2})
     assert complete > size
     assert read == size
-    for ranks, mesh in ((2, {}), (4, {"tensor": 2})):
-        of_ranks = peaks(tmp_path / "model", tmp_path / "rank", ranks, **mesh)
+    for of_ranks in of_worlds:
+        ranks = len(of_ranks)
         assert 0 < of_ranks[0][2] < 6 * layer < 0.4 * size  # never the complete model
         for peak, read, _ in of_ranks:
             # norms are on both ranks of a pair; gloo has parts of the layer that is gathered beside the complete layer
