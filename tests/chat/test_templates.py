@@ -18,12 +18,13 @@ from support.conversations import a_row, hold, scripted, spoken
 from support.families import family_renderer, template_files
 from support.templates import GRANITE_4, KIMI_K2_5
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template import Template
 from turnwise.chat.template_profile import TemplateProblem
 from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario, preflight
 from turnwise.environments.environment import environment
 from turnwise.errors import TemplateError
 from turnwise.options.schema import Config
-from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.types import Message, Opening, Reply, Row, Turn
 
 # Chat templates of real models: written turn by turn, they are the one pass, or it is said where they are not.
 
@@ -265,6 +266,60 @@ def test_a_template_without_calls_has_a_profile_and_an_error_where_tools_are_use
         TemplateError, match="writes no tool calls, so the format in which the model should write them is unknown"
     ):
         renderer.turn_parser.parse(renderer.encode("Four."), tools=[{}])
+
+
+# As DeepSeek R1 has it: a turn with calls is known by its content, which is None and not left out.
+CALLS_WITHOUT_CONTENT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}:{% if m['content'] is none %}<tool_call>"
+    "{{ m['tool_calls'][0]['function'] | tojson }}</tool_call>{% else %}{{ m['content'] }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+
+
+def test_a_content_of_none_reaches_the_template_with_every_version_of_transformers() -> None:
+    """`apply_chat_template` of transformers 5.24 removes such keys, so that the template writes an empty turn."""
+    renderer = Renderer(byte_tokenizer(CALLS_WITHOUT_CONTENT))
+    assert renderer.profile.messages.calls is not None
+    assert renderer.profile.messages.calls.empty_content is None
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    text = renderer.template.render(
+        [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        add_generation_prompt=True,
+    )
+    assert text == (
+        "<|im_start|>user:1?<|im_end|>"
+        '<|im_start|>assistant:<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+        "<|im_start|>assistant:"
+    )
+
+
+def test_a_tokenizer_with_a_rendering_of_its_own_is_rendered_by_it() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+            return str(super().apply_chat_template(*args, **options)).replace("user:", "USER:")
+
+    plain = byte_tokenizer(NO_CALLS)
+    tokenizer = Shouting(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = NO_CALLS
+    for one, role in ((plain, "user"), (tokenizer, "USER")):
+        template = Template(one, "the tokenizer")
+        assert (
+            template.render([{"role": "user", "content": "Hi."}], add_generation_prompt=True) == f"{role}:Hi.<|im_end|>"
+        )
+
+
+def test_a_template_of_several_is_chosen_by_whether_there_are_tools() -> None:
+    tokenizer = byte_tokenizer(NO_CALLS)
+    tokenizer.chat_template = {"default": NO_CALLS, "tool_use": f"{{{{ tools[0]['function']['name'] }}}};{NO_CALLS}"}
+    template = Template(tokenizer, "the tokenizer")
+    message: Message = {"role": "user", "content": "Hi."}
+    assert template.render([message], add_generation_prompt=True) == "user:Hi.<|im_end|>"
+    assert template.render([message], add_generation_prompt=True, tools=[TOOL]) == "add;user:Hi.<|im_end|>"
+
+
+def test_a_conversation_without_messages_is_refused() -> None:
+    with pytest.raises(TemplateError, match="give at least one message"):
+        Template(byte_tokenizer(), "the tokenizer").render([], add_generation_prompt=True)
 
 
 def test_nothing_about_the_template_alone_is_asked_after_the_start() -> None:

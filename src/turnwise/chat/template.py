@@ -481,7 +481,6 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, where: str, arguments: Mapping[str, Any] = {}) -> None:
-        self._tokenizer = tokenizer
         self.where = where
         self.arguments = arguments
         if not tokenizer.chat_template:
@@ -490,6 +489,7 @@ class Template:
                 f"the model directory, or use the instruction-tuned variant of the model"
             )
         self.source = str(tokenizer.chat_template)
+        self._write = _template_function(tokenizer)
         refuse_unread_arguments(arguments, self.source, where)
         # a template that writes the date gives another text tomorrow
         dated = "strftime_now" in self.source
@@ -523,12 +523,13 @@ class Template:
     ) -> str:
         import jinja2
 
+        if not messages:
+            raise TemplateError("a conversation without messages has no prompt: give at least one message")
         try:
-            return self._tokenizer.apply_chat_template(
+            return self._write(
                 list(messages),
                 tools=list(tools or ()) or None,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
                 **self.arguments,
             )
         except jinja2.TemplateSyntaxError as error:
@@ -647,6 +648,31 @@ class Template:
         if conversation is None:
             return None
         return self.text_after_placeholder([*conversation, *messages], tools=prior.probe_tools)
+
+
+def _template_function(tokenizer: Any) -> Callable[..., str]:
+    """The template as a function `(messages, *, tools, add_generation_prompt, **arguments)` that writes the messages as given.
+
+    This is transformers' own rendering without what `apply_chat_template` does to messages first, which differs between its
+    versions: since 5.24 it removes keys whose value is None, although templates ask for them. That of DeepSeek R1 writes calls
+    where `message['content'] is none`, and loses them where the key is missing. A tokenizer with an `apply_chat_template` of its
+    own is called with it: there, the method is part of what its authors wrote.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    apply = tokenizer.apply_chat_template
+    if getattr(apply, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return functools.partial(apply, tokenize=False)
+    inherits = apply.__self__
+
+    def write(messages: list[Message], *, tools: list[ToolSchema] | None, **arguments: Any) -> str:
+        template = inherits.get_chat_template(None, tools)
+        variables = {**inherits.special_tokens_map, **arguments}
+        (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **variables)
+        return text
+
+    return write
 
 
 def _template_file(where: str) -> str:
