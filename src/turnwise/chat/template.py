@@ -666,7 +666,7 @@ def _template_function(tokenizer: Any) -> Callable[..., str]:
         return functools.partial(apply, tokenize=False)
     inherits = apply.__self__
 
-    def write(messages: list[Message], *, tools: list[ToolSchema] | None, **arguments: Any) -> str:
+    def write(messages: list[Message], *, tools: list[Any] | None, **arguments: Any) -> str:
         template = inherits.get_chat_template(None, tools)
         variables = {**inherits.special_tokens_map, **arguments}
         (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **variables)
