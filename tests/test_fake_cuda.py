@@ -86,6 +86,7 @@ SLOW = {
     "kahan": ["model.dtype=bfloat16", "train.optimizer.master_weights=kahan"],
     "stochastic": ["model.dtype=bfloat16", "train.optimizer.master_weights=stochastic_rounding"],
     "offload": ["model.dtype=bfloat16", "train.optimizer.offload=cpu"],
+    "float32 gradients": ["model.dtype=bfloat16", "train.optimizer.grad_accum_dtype=float32"],
     "adafactor": ["train.optimizer.name=adafactor"],
     "correction": ["correction.action=truncate", "train.max_staleness=1"],
     "reference sync": ["loss.kl_coef=0.1", "reference.source=copy", "reference.sync_every=1"],
@@ -305,6 +306,19 @@ def test_the_number_of_steps_is_on_the_device_whatever_has_saved_it(source: str,
     assert group["fused"] is True
     steps = [values["step"] for values in resumed._optimizer.state.values()]
     assert [(step.device.type, step.tolist()) for step in steps] == [("cuda", 2.0)] * 2
+
+
+def test_the_first_steps_beside_a_gpu_use_all_threads_of_the_host(traffic: Traffic) -> None:
+    """They are those of an optimizer on the CPU: whatever else runs with torch's threads is on the GPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for device, number in (("cpu", 1), ("cuda", 3)):
+            learner = LocalLearner(tiny_model().to(device), sampling=Sampling(), loss=make_loss(PpoClip()))
+            with learner._threads.during("optimizer", 100):
+                assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)
 
 
 # How often the host waits: each of these costs a GPU 10 to 50 us in which it computes nothing

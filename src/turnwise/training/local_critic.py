@@ -73,7 +73,8 @@ class LocalCritic(CriticBase):
             load_head(self._head, Path(folder))
         self._forward = ValueForward(model, self._head, autocast=autocast)
         large = is_large(model)
-        self._threads = TorchThreads(threads, large=large)
+        # beside a GPU, threads matter for an optimizer that is on the CPU, whose steps are long
+        self._threads = TorchThreads(threads, large=large or model.device.type != "cpu")
         self._optimizer = Optimizer(
             list(trained_parameters(model, self._head).values()), optimizer or OptimizationSection()
         )

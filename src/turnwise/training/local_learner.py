@@ -82,7 +82,8 @@ class LocalLearner(LearnerBase):
         self._model = model
         self.loss = loss or make_loss(PpoClip())
         large = is_large(model)
-        self._threads = TorchThreads(threads, large=large)
+        # beside a GPU, threads matter for an optimizer that is on the CPU, whose steps are long
+        self._threads = TorchThreads(threads, large=large or model.device.type != "cpu")
         self._forward = Forward(model, sampling, autocast=autocast, router_replay=router_replay)
         refuse_aux_loss_without_experts(self.loss, model)
         self._reference = None
