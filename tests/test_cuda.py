@@ -51,6 +51,7 @@ def words(tmp_path: Path) -> Path:
         (["model.gradient_checkpointing=true"], 1e-3),
         (["train.optimizer.name=adafactor"], 1e-3),
         (["model.dtype=bfloat16", "train.optimizer.master_weights=kahan"], 0.3),
+        (["model.dtype=bfloat16", "train.optimizer.grad_accum_dtype=float32"], 0.3),
         (["model.dtype=bfloat16", "train.optimizer.master_weights=stochastic_rounding"], 0.3),
         (["model.dtype=bfloat16", "train.optimizer.offload=cpu"], 0.3),
     ],

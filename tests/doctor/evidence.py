@@ -244,7 +244,7 @@ TESTED: Mapping[str, str] = {
     },
     **{
         f"sft.optimizer.{name}": "training/test_update.py::test_the_optimizer_of_fine_tuning_is_that_of_the_recipe"
-        for name in ("name", "master_weights", "offload")
+        for name in ("name", "master_weights", "offload", "grad_accum_dtype")
     },
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
     **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},

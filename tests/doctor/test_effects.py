@@ -102,6 +102,7 @@ CHANGED = {
     "train.optimizer.name": "train.optimizer.name=adafactor",
     "train.optimizer.master_weights": "train.optimizer.master_weights=kahan",
     "train.optimizer.offload": "train.optimizer.offload=cpu",
+    "train.optimizer.grad_accum_dtype": "train.optimizer.grad_accum_dtype=float32",
     "model.gradient_checkpointing": "model.gradient_checkpointing=true",
     "model.lora.rank": "model.lora.rank=4",
     "model.lora.alpha": "model.lora.alpha=8",

@@ -70,6 +70,9 @@ def test_weights_gradients_optimizer_and_cache_are_counted() -> None:
     assert half["optimizer"] == 12 * count
     kahan = config(model={"dtype": "bfloat16"}, train={"optimizer": {"master_weights": "kahan"}})
     assert parts(predict(kahan, shape(), WORK))["optimizer"] == 10 * count
+    exact = config(model={"dtype": "bfloat16"}, train={"optimizer": {"grad_accum_dtype": "float32"}})
+    of_exact = parts(predict(exact, shape(), WORK))
+    assert (of_exact["weights"], of_exact["gradients"], of_exact["optimizer"]) == (2 * count, 4 * count, 12 * count)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "nemotron_h", "llama4"])

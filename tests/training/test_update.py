@@ -533,6 +533,51 @@ def test_bfloat16_weights_follow_the_formula_in_spite_of_small_steps(kind: Any, 
     assert sum(master.numel() for master in optimizer.masters) == sizes[kind]
 
 
+@pytest.mark.parametrize("grad_accum_dtype", [None, "float32"])
+def test_gradients_of_many_micro_batches_are_added_up_in_the_type_of_the_option(grad_accum_dtype: Any) -> None:
+    """In bfloat16, 1 is lost beside 256; the float32 sum is exact, and so is AdamW's first average of it."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    section = OptimizerSection(grad_accum_dtype=grad_accum_dtype)
+    optimizer = Optimizer([parameter], OptimizationSection(optimizer=section, max_grad_norm=1e9))
+    for gradient in (256.0, *[1.0] * 300):
+        (parameter * gradient).sum().backward()
+    assert parameter.grad is not None
+    exact = grad_accum_dtype == "float32"
+    assert parameter.grad.dtype == (torch.float32 if exact else torch.bfloat16)
+    assert parameter.grad.tolist() == [556.0 if exact else 256.0] * 3
+    norm = optimizer.step(1e-3)
+    assert norm == pytest.approx(3**0.5 * (556.0 if exact else 256.0))
+    assert optimizer.moments()[0]["exp_avg"].tolist() == pytest.approx([55.6 if exact else 25.6] * 3)
+
+
+def test_many_micro_batches_in_bfloat16_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def told(dtype: torch.dtype, *counts: int, **options: Any) -> list[str]:
+        section = OptimizationSection(optimizer=OptimizerSection(**options))
+        optimizer = Optimizer(parameters(dtype), section)
+        caplog.clear()
+        for count in counts:
+            optimizer.tell_rounded_sums(count)
+        return [record.message for record in caplog.records]
+
+    (message,) = told(torch.bfloat16, 256, 257, 300)
+    assert message.startswith("the gradients of 257 micro-batches are added up in bfloat16, which loses small ones")
+    assert told(torch.bfloat16, 300, grad_accum_dtype="float32") == told(torch.float32, 300) == []
+
+
+def test_a_parameter_without_gradient_moves_on_with_float32_sums_too() -> None:
+    section = OptimizerSection(grad_accum_dtype="float32")
+    optimizer = Optimizer(parameters(torch.bfloat16), OptimizationSection(optimizer=section))
+    assert optimizer.step(1e-3) == 0.0
+    optimizer.zero_grad()
+    first, *others = optimizer.parameters
+    for _ in range(2):  # as from micro-batches that are computed in parallel
+        found = torch.autograd.grad((first * 3.0).sum(), optimizer.parameters, allow_unused=True)
+        optimizer.add_gradients(found)
+    assert first.grad is not None
+    assert (first.grad.dtype, float(first.grad.max())) == (torch.float32, 6.0)
+    assert all(other.grad is None for other in others)
+
+
 def test_without_master_weights_small_steps_are_lost() -> None:
     optimizer = Optimizer(
         parameters(torch.bfloat16), OptimizationSection(optimizer=OptimizerSection(master_weights="none"))
@@ -627,6 +672,7 @@ def tree(section: str, **changes: Any) -> dict[str, Any]:
             {"optimizer": {"master_weights": "none"}, "model": {"dtype": "bfloat16", "lora": {"rank": 4}}},
             "master_weights=none has no effect, because all trained weights",
         ),
+        ({"optimizer": {"grad_accum_dtype": "float32"}}, "grad_accum_dtype=float32 has no effect, because all trained"),
         ({"optimizer": {"offload": "cpu"}, "model": {"device": "cpu"}}, "offload=cpu has no effect"),
     ],
 )
@@ -643,9 +689,9 @@ def test_offload_of_a_model_on_the_cpu_is_refused() -> None:
 
 
 def test_the_optimizer_of_fine_tuning_is_that_of_the_recipe(tmp_path: Path) -> None:
-    options = {"name": "adafactor", "master_weights": "kahan", "offload": "cpu"}
+    options = {"name": "adafactor", "master_weights": "kahan", "offload": "cpu", "grad_accum_dtype": "float32"}
     own = checked(tree("sft", optimizer=options), source="recipe").sft.optimizer
-    assert (own.name, own.master_weights, own.offload) == ("adafactor", "kahan", "cpu")
+    assert own == OptimizerSection.model_validate(options)
 
 
 # When memory runs out in a pass, the same update is computed in smaller micro-batches, and the run goes on with them

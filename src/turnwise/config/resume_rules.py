@@ -109,6 +109,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "train.", "steps epochs"),
     **{f"{part}.optimizer.{name}": "fixed" for part in ("train", "sft") for name in ("name", "master_weights")},
     **{f"{part}.optimizer.offload": "free" for part in ("train", "sft")},
+    **{f"{part}.optimizer.grad_accum_dtype": "named" for part in ("train", "sft")},
     **_all(
         "named",
         "train.",

@@ -709,6 +709,16 @@ def run_problems(config: Config) -> list[Problem]:
             f"(model.dtype=float32, or an adapter): remove it",
         ),
         (
+            optimizer.grad_accum_dtype is not None and (known_dtype(config) == "float32" or lora.rank is not None),
+            f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype} has no effect, because all trained weights are float32 "
+            f"(model.dtype=float32, or an adapter): remove it",
+        ),
+        (
+            optimizer.grad_accum_dtype is not None and config.cluster.distributed,
+            f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype}: ranks add up the gradients of micro-batches in the type "
+            f"of the weights: remove it, and set model.dtype=float32 and cluster.fsdp.param_dtype=bfloat16",
+        ),
+        (
             optimizer.offload == "cpu" and (config.model.device == "cpu" or config.deterministic),
             "optimizer.offload=cpu has no effect, because the model is on the CPU: remove it",
         ),

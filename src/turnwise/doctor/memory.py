@@ -120,7 +120,7 @@ class TracedPass:
     copied: int
     """The embedded engine's copies of weights: in bfloat16 with autocast, in oneDNN's layout on some CPUs without."""
     trained: int
-    """Trained weights: as many bytes as their gradients."""
+    """Trained weights: as many bytes as their gradients in one pass."""
     trained_count: int
     largest: int
     """Parameters of the largest trained tensor."""
@@ -642,7 +642,9 @@ def phases(
     )
     trace = traced_pass(of_pass, model_config)
     step = _step_bytes(trace, optimizer)
-    passes = max(trace.peak, trace.trained + step)
+    # the largest gradient is converted before it is added to a sum of another type
+    converted = 4 * trace.largest if _gradient_bytes(trace, optimizer) > trace.trained else 0
+    passes = max(trace.peak + converted, trace.trained + step)
     embedded = section == "train" and config.engine.embedded is not None
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
@@ -698,7 +700,7 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
         MemoryPart("policies of agents", _policy_bytes(config, trace) if section == "train" else 0),
         MemoryPart("further adapters", _adapter_bytes(config, trace, on_cpu) if section == "train" else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
-        MemoryPart("gradients", trace.trained),
+        MemoryPart("gradients", _gradient_bytes(trace, optimizer)),
         MemoryPart("optimizer", on_cpu * optimizer_bytes),
         MemoryPart("program", PROGRAM_BYTES + (_PEFT if lora else 0)),
     ]
@@ -760,7 +762,8 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection
     if not needs_critic(config):
         return 0
     shared = config.model.lora.rank is not None and config.critic.path is None
-    return (0 if shared else trace.weights) + trace.trained + on_cpu * _optimizer_bytes(trace, optimizer)
+    weights = 0 if shared else trace.weights
+    return weights + _gradient_bytes(trace, optimizer) + on_cpu * _optimizer_bytes(trace, optimizer)
 
 
 def not_predicted(failed: Failed) -> Check:
@@ -912,6 +915,11 @@ def machine_gib(config: Config) -> float:
 def _optimizer_bytes(trace: TracedPass, optimizer: OptimizerSection) -> float:
     masters = _MASTER_BYTES[optimizer.master_weights] if trace.lower_precision else 0
     return trace.trained_count * (_STATE_BYTES[optimizer.name] + masters)
+
+
+def _gradient_bytes(trace: TracedPass, optimizer: OptimizerSection) -> int:
+    """The sums of gradients over the micro-batches."""
+    return trace.trained if optimizer.grad_accum_dtype is None else 4 * trace.trained_count
 
 
 def _step_bytes(trace: TracedPass, optimizer: OptimizerSection) -> int:

@@ -89,7 +89,7 @@ def _loss(config: Config) -> list[Any]:
 
 
 def _optimizer_steps(config: Config) -> list[Any]:
-    """A parameter after two steps, the first of them with a large gradient."""
+    """A parameter after two steps, the first of them with a large gradient; each gradient is the sum of two passes."""
     import torch
 
     from turnwise.training.optimizer import Optimizer
@@ -98,10 +98,14 @@ def _optimizer_steps(config: Config) -> list[Any]:
     options = config.train.model_copy(update={"optimizer": chosen.model_copy(update={"offload": "none"})})
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16))
     optimizer = Optimizer([parameter], options)
+    sums: list[Any] = []
     for gradient in ([30.0, 40.0, -5.0], [1e-3, 2e-3, 0.0]):
-        parameter.grad = torch.tensor(gradient, dtype=torch.bfloat16)
+        optimizer.zero_grad()
+        for share in (1.0, 2**-9):
+            (parameter * torch.tensor(gradient, dtype=torch.bfloat16) * share).sum().backward()
+        sums.append(None if parameter.grad is None else parameter.grad.tolist())
         optimizer.step(1e-3)
-    return [chosen.offload, *(tensor.tolist() for tensor in optimizer.masters), parameter.tolist()]
+    return [chosen.offload, sums, *(tensor.tolist() for tensor in optimizer.masters), parameter.tolist()]
 
 
 def _advantages(config: Config) -> list[Any]:
@@ -215,7 +219,10 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     "reward.timeout": _reward_functions,
     **{f"credit.{name}": _advantages for cls in ESTIMATORS for name in cls.model_fields if name != "name"},
     "loss_mask": _weights,
-    **{f"train.optimizer.{name}": _optimizer_steps for name in ("name", "master_weights", "offload")},
+    **{
+        f"train.optimizer.{name}": _optimizer_steps
+        for name in ("name", "master_weights", "offload", "grad_accum_dtype")
+    },
     **{f"train.{name}": _rates for name in ("steps", "epochs", "lr", "lr_schedule", "warmup_steps")},
     **{f"train.{name}": _optimizer_steps for name in ("weight_decay", "betas", "max_grad_norm")},
     **{f"correction.{name}": _loss for name in CorrectionSection.model_fields if name != "reject"},

@@ -80,6 +80,11 @@ def free_device_blocks() -> None:
         torch.cuda.empty_cache()
 
 
+def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient of zeros, in the type in which gradients of this parameter are added up."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
 @contextlib.contextmanager
 def gradients_first(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Allocate the gradients of these parameters before passes that add to them.
@@ -91,7 +96,7 @@ def gradients_first(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     hooks = [parameter.register_post_accumulate_grad_hook(changed.add) for parameter in parameters]
     with long_lived():
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = no_gradient(parameter)
     try:
         yield
     finally:

@@ -731,6 +731,8 @@ class OptimizerSection(Section):
     """Bytes per trained parameter: `adamw` 8, `adamw_8bit` 2, `adafactor` almost 0 (with larger rates)."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
     """How steps below bfloat16's precision are kept: `float32` copy (4 bytes), `kahan` (2), `stochastic_rounding`, `none`."""
+    grad_accum_dtype: Literal["float32"] | None = None
+    """Type in which the gradients of micro-batches are added up: `float32` takes 2 bytes more. Null: that of the weights."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu`: state and master weights are in the CPU's memory, where the step runs."""
 

@@ -343,7 +343,7 @@ class FsdpSection(Section):
     param_dtype: Literal["bfloat16"] | None = None
     """Type of sent weights and passes: `bfloat16` with `model.dtype=float32` is mixed precision. Null: that of the weights."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are added up."""
+    """Type in which gradients of ranks are added up."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass. False (ZeRO stage 2): more memory, less communication."""
     gradient_sync: Literal["auto", "micro_batch", "batch"] = "auto"

@@ -1,7 +1,8 @@
 """The optimizer: changes parameters from their gradients. Knows nothing of models, batches or losses.
 
 The arithmetic is float32. Parameters of lower precision would lose small steps by rounding, so by default each has a float32 copy
-(master weights). `optimizer.master_weights` has ways that need less memory.
+(master weights). `optimizer.master_weights` has ways that need less memory. Gradients have the type of their parameters, in which
+a sum of many micro-batches is rounded as often; with `optimizer.grad_accum_dtype` they are added up in float32.
 
 Parameters may be divided among ranks. A step then changes the parts of this rank only, which are ordinary tensors
 (`Parts.local`): what changes each value by itself (AdamW, rounding, copies on the CPU) does the same with parts.
@@ -20,7 +21,7 @@ from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignor
 
 from turnwise.errors import ConfigError
 from turnwise.library_messages import silence_libraries
-from turnwise.models.allocator import long_lived
+from turnwise.models.allocator import long_lived, no_gradient
 from turnwise.models.transfer import copied, to_host
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 
@@ -30,6 +31,9 @@ _log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names of the moving averages of AdamW's gradients and of their squares."""
+
+_MOST_ROUNDED = 256
+"""Gradients of about the same size whose sum in bfloat16, with 8 bits, still changes with each."""
 
 
 class Parts(Protocol):
@@ -83,6 +87,9 @@ class Optimizer:
     ) -> None:
         _refuse_without_effect(parameters, options.optimizer)
         self.parameters = list(parameters)
+        if options.optimizer.grad_accum_dtype == "float32":
+            for parameter in self.parameters:
+                parameter.grad_dtype = torch.float32  # the backward pass adds to a gradient of this type
         self._parts = parts or _Undivided()
         self._own = [self._parts.local(parameter) for parameter in self.parameters]
         self.masters = _masters(self._own, options)
@@ -94,6 +101,8 @@ class Optimizer:
         # torch's operations on lists of tensors save a CPU nothing
         self._groups = _groups(self._own, together=self._own[0].device.type != "cpu")
         self._steps = 0
+        self._told = False
+        """Whether it was logged that sums of gradients are rounded often."""
         self._optimizer = _torch_optimizer(self.masters, options)
         self.errors = (
             [torch.zeros_like(own) for own in self._own] if options.optimizer.master_weights == "kahan" else []
@@ -109,6 +118,19 @@ class Optimizer:
         """Forget the gradients."""
         for tensor in (*self.masters, *self._own, *self.parameters):
             tensor.grad = None
+
+    def tell_rounded_sums(self, micro_batches: int) -> None:
+        """Log, once, that a sum of so many gradients loses much in the type of the parameters."""
+        rounded = [parameter.dtype for parameter in self.parameters if parameter.grad_dtype != torch.float32]
+        if self._told or micro_batches <= _MOST_ROUNDED or not rounded:
+            return
+        self._told = True
+        _log.warning(
+            "the gradients of %d micro-batches are added up in %s, which loses small ones: set optimizer.grad_accum_dtype="
+            "float32, or larger micro_batch_tokens",
+            micro_batches,
+            str(rounded[0]).removeprefix("torch."),
+        )
 
     def add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add gradients to those of the parameters: one for each, None where the loss does not depend on it."""
@@ -130,7 +152,7 @@ class Optimizer:
         for parameter in self.parameters:
             if parameter.grad is None:
                 # optimizers skip parameters whose gradient is None, so pass zeros: momentum must move them all the same
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_gradient(parameter)
         norm = self._parts.norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
         (norm_here,) = to_host([norm])
         number = float(norm_here)
@@ -263,6 +285,11 @@ def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], optimizer: 
         raise ConfigError(
             f"optimizer.master_weights={optimizer.master_weights} has no effect, because all trained weights are float32: remove "
             f"it, or set model.dtype=bfloat16 and train all weights"
+        )
+    if optimizer.grad_accum_dtype is not None and all(parameter.dtype == torch.float32 for parameter in parameters):
+        raise ConfigError(
+            f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype} has no effect, because all trained weights are float32: "
+            f"remove it"
         )
     if optimizer.offload == "cpu" and parameters[0].device.type == "cpu":
         raise ConfigError("optimizer.offload=cpu has no effect, because the model is on the CPU: remove it")

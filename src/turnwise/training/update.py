@@ -646,6 +646,7 @@ class Gradients:
         `loss` returns the loss of a micro-batch, and a function that computes metrics, which is called after the backward pass.
         """
         self._optimizer.zero_grad()
+        self._optimizer.tell_rounded_sums(len(micro_batches))
         metrics: list[Measured[S]] = []
         # gradients of micro-batches that are computed in parallel are added up here, not by the backward pass
         accumulated = self._optimizer.parameters if self._workers is None else ()
