@@ -481,6 +481,7 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, where: str, arguments: Mapping[str, Any] = {}) -> None:
+        self._tokenizer = tokenizer
         self.where = where
         self.arguments = arguments
         if not tokenizer.chat_template:
@@ -489,7 +490,6 @@ class Template:
                 f"the model directory, or use the instruction-tuned variant of the model"
             )
         self.source = str(tokenizer.chat_template)
-        self._write = _template_function(tokenizer)
         refuse_unread_arguments(arguments, self.source, where)
         # a template that writes the date gives another text tomorrow
         dated = "strftime_now" in self.source
@@ -526,12 +526,8 @@ class Template:
         if not messages:
             raise TemplateError("a conversation without messages has no prompt: give at least one message")
         try:
-            return self._write(
-                list(messages),
-                tools=list(tools or ()) or None,
-                add_generation_prompt=add_generation_prompt,
-                **self.arguments,
-            )
+            options = {"add_generation_prompt": add_generation_prompt, **self.arguments}
+            return _written(self._tokenizer, list(messages), list(tools or ()) or None, options)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template of {self.where} is no valid Jinja: {error.message} in line {error.lineno}. Correct "
@@ -650,8 +646,8 @@ class Template:
         return self.text_after_placeholder([*conversation, *messages], tools=prior.probe_tools)
 
 
-def _template_function(tokenizer: Any) -> Callable[..., str]:
-    """The template as a function `(messages, *, tools, add_generation_prompt, **arguments)` that writes the messages as given.
+def _written(tokenizer: Any, messages: list[Message], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
+    """The text that the template of a tokenizer writes for the messages as given, with `options` as further arguments.
 
     This is transformers' own rendering without what `apply_chat_template` does to messages first, which differs between its
     versions: since 5.24 it removes keys whose value is None, although templates ask for them. That of DeepSeek R1 writes calls
@@ -663,16 +659,12 @@ def _template_function(tokenizer: Any) -> Callable[..., str]:
 
     apply = tokenizer.apply_chat_template
     if getattr(apply, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
-        return functools.partial(apply, tokenize=False)
+        return apply(messages, tools=tools, tokenize=False, **options)
     inherits = apply.__self__
-
-    def write(messages: list[Message], *, tools: list[Any] | None, **arguments: Any) -> str:
-        template = inherits.get_chat_template(None, tools)
-        variables = {**inherits.special_tokens_map, **arguments}
-        (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **variables)
-        return text
-
-    return write
+    template = inherits.get_chat_template(None, tools)
+    variables = {**inherits.special_tokens_map, **options}
+    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **variables)
+    return text
 
 
 def _template_file(where: str) -> str:

@@ -317,6 +317,9 @@ def set_text_attention(model: Any, name: str) -> None:
 
 
 def _record(module: Any, *tensors: Any, **options: Any) -> Any:
+    ignored = unsupported(options)
     if (names := _recorded.get()) is not None:
-        names.update(unsupported(options))
-    return sdpa_attention_forward(module, *tensors, **options)
+        names.update(ignored)
+    # without those: since transformers 5.24, sdpa refuses some of them
+    given = {name: value for name, value in options.items() if name not in ignored}
+    return sdpa_attention_forward(module, *tensors, **given)
