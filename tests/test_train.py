@@ -424,26 +424,9 @@ def test_a_run_of_epochs_is_resumed_with_more_epochs(model: Path, tmp_path: Path
     assert (finished.step, len(lines(tmp_path / "parts" / "metrics.jsonl"))) == (5, 5)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["train.steps=7", "train.epochs=2"],
-            "train.steps=7 and train.epochs=2 both say how long the run is: remove one of them",
-        ),
-        (
-            ["train.warmup_steps=5"],
-            "train.warmup_steps=5 must be less than train.steps=5: no step would have the full learning rate (train.epochs=2 "
-            "with 5 rows and train.batch_size=2 is train.steps=5)",
-        ),
-    ],
-)
-def test_options_that_contradict_the_epochs_are_refused(
-    model: Path, tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run(_five_rows(tmp_path, model), *overrides)
-    assert str(caught.value) == message
+def test_options_that_contradict_the_epochs_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.steps=7 and train.epochs=2 both say how long the run is: remove one"):
+        run(_five_rows(tmp_path, model), "train.steps=7", "train.epochs=2")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from turnwise.commands.convert import converted
 from turnwise.config.recipe import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE, load
 from turnwise.config.resume_rules import RULES
 from turnwise.config.sft_checks import refuse_sft_without_effect
-from turnwise.config.train_checks import chosen_estimator, refuse_without_effect, training_warnings
+from turnwise.config.train_checks import chosen_estimator, refuse_without_effect, short_run_notes, training_warnings
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import Gspo
@@ -369,10 +369,6 @@ def test_another_loss_keeps_the_options_that_all_losses_have(tmp_path: Path) -> 
             "train.minibatches=7 is more than the 6 trajectories of a step: set at most 6",
         ),
         (
-            ["train.steps=5", "train.warmup_steps=5"],
-            "train.warmup_steps=5 must be less than train.steps=5: no step would have the full learning rate",
-        ),
-        (
             ["train.warmup_steps=1"],
             "train.warmup_steps=1 has no effect: the first of n warm-up steps has the learning rate lr/n",
         ),
@@ -413,6 +409,49 @@ def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], 
 
 
 @pytest.mark.parametrize(
+    ("overrides", "steps", "said"),
+    [
+        (["train.warmup_steps=10"], 20, []),
+        (
+            ["train.warmup_steps=10", "train.lr=1"],
+            4,
+            ["train.warmup_steps=10: in this run of 4 steps, the learning rate rises until the end, to 0.4. A share of the "
+             "steps (train.warmup_steps=0.1) fits each length"],
+        ),
+        (["train.warmup_steps=0.1", "critic.warmup_steps=2"], 2, ["critic.warmup_steps=2: in this run of 2 steps, only the"]),
+        (["train.warmup_steps=0.9"], 1, []),
+        (["reference.sync_every=4"], 4, ["reference.sync_every=4: in this run of 4 steps, the reference model does not"]),
+        (["record.every=5"], 2, ["record.every=5 has no effect in this run of 2 steps: the first and the last are always"]),
+        (["health.kl=0.2"], 9, ["health.window=10: in this run of 9 steps, no monitor has an effect"]),
+        (["health.stop=[length]"], 19, ["health.length has no effect in this run of 19 steps: it compares the first 10 (he"]),
+        (["health.stop=[length]"], 20, []),
+        (["health.constant_reward=3"], 2, []),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_shortened_for_a_try_says_what_has_no_effect_in_it(
+    tmp_path: Path, overrides: list[str], steps: int, said: list[str]
+) -> None:
+    config = loaded(write(tmp_path, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}), *overrides)
+    notes = short_run_notes(config, "train", steps)
+    assert len(notes) == len(said)
+    for note, beginning in zip(notes, said, strict=True):
+        assert note.startswith(beginning)
+
+
+def test_warm_up_steps_are_whole_or_a_share(tmp_path: Path) -> None:
+    recipe = write(tmp_path, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}})
+    assert [loaded(recipe, f"train.warmup_steps={text}").train.warmup_steps for text in ("0", "5.0", "0.1")] == [
+        0,
+        5,
+        0.1,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"train.warmup_steps=1.5.*a number of steps must be whole; below 1, it is a share"
+    ):
+        loaded(recipe, "train.warmup_steps=1.5")
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["loss.clip_low=0.1", "train.ppo_epochs=2"],
@@ -420,7 +459,7 @@ def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], 
         ["loss.clip_low=0.1", "train.max_staleness=1"],
         ["loss.clip_low=0.2", "loss.clip_high=0.2"],  # the defaults, named
         ["train.batch_size=2", "train.group_size=3", "train.minibatches=6"],
-        ["train.steps=5", "train.warmup_steps=4"],
+        ["train.steps=5", "train.warmup_steps=10"],  # a run that is shortened for a try
         ["eval.samples_per_row=2", "data.eval=held.jsonl"],
         ["data.train=hub/id", "data.split=dev", "data.subset=main"],
         ["data.train=hub/id", "data.eval=held.jsonl", "data.subset=main"],
@@ -471,7 +510,7 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("train.num_train_epochs=1", "it is called train.epochs here"),
         ("num_train_epochs=1", "it is called train.epochs here"),
         ("sft.num_train_epochs=1", "it is called sft.epochs here"),
-        ("train.warmup_ratio=0.1", "write the ratio times train.steps"),
+        ("train.warmup_ratio=0.1", "write warmup_steps=0.1"),
         ("data.max_prompt_length=512", "rows with longer prompts are left out with data.max_prompt_tokens"),
         ("train.ppo_mini_batch_size=4", "write train_batch_size / ppo_mini_batch_size"),
         (

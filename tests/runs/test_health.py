@@ -244,11 +244,6 @@ def test_a_warning_comes_once() -> None:
             {"health": {"constant_reward": 9}, "teacher": "t", "credit": "none"},
             "health.constant_reward has no effect with credit=none",
         ),
-        ({"health": {"kl": 0.2}, "train": {"steps": 9}}, "health.window=10 is larger than train.steps=9"),
-        (
-            {"health": {"stop": ["length"]}, "train": {"steps": 19}},
-            "health.length compares the last 10 steps (health.window) with the first, and train.steps=19 is less",
-        ),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:

@@ -474,16 +474,9 @@ def test_rewards_that_compare_a_group_are_not_replayed_on_a_part_of_it(recipe: P
         asyncio.run(replay(directory))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (["record.best_and_worst=2"], "record.best_and_worst=2 has no effect.* and a group has 4"),
-        (["record.every=2", "train.steps=2"], "record.every=2 has no effect with train.steps=2"),
-    ],
-)
-def test_what_keeps_everything_is_refused(recipe: Path, overrides: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        run(recipe, *overrides)
+def test_what_keeps_everything_is_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record.best_and_worst=2 has no effect.* and a group has 4"):
+        run(recipe, "record.best_and_worst=2")
 
 
 def conversation(id: str, group: str, reward: float | None) -> Trajectory:

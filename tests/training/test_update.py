@@ -144,6 +144,9 @@ def test_rates() -> None:
     assert [linear.lr_at(step, steps=12) for step in (2, 7)] == [1.0, 0.5]
     cosine = OptimizationSection(lr=1.0, warmup_steps=2, lr_schedule="cosine")
     assert cosine.lr_at(7, steps=12) == pytest.approx(0.5)
+    share = OptimizationSection(lr=1.0, warmup_steps=0.1)
+    assert [share.warmup(steps) for steps in (1, 20, 30, 31)] == [1, 2, 3, 4]  # rounded up, as in transformers
+    assert [share.lr_at(step, steps=20) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:

@@ -154,7 +154,7 @@ A name whose values mean something else belongs into `DIFFERENT`: a value that i
 """
 
 DIFFERENT: dict[str, tuple[str, ...]] = {
-    "train.warmup_steps is a number of steps: write the ratio times train.steps": ("warmup_ratio", "lr_warmup_steps_ratio"),
+    "a ratio is a value of train.warmup_steps below 1: write warmup_steps=0.1": ("warmup_ratio", "lr_warmup_steps_ratio"),
     "it counts conversations of one device, and train.batch_size counts rows of a step: write per_device_train_batch_size x "
     "gradient_accumulation_steps x devices / num_generations": ("per_device_train_batch_size",),
     "it is a number of rows, and train.minibatches is the number of parts of a step: write train_batch_size / "

@@ -63,11 +63,6 @@ def _sft_problems(config: Config) -> list[Problem]:
             f"sft.epochs={sft.epochs:g} has no effect beside sft.steps={sft.steps}: remove one of them",
         ),
         (
-            sft.steps is not None and sft.warmup_steps >= sft.steps,
-            f"sft.warmup_steps={sft.warmup_steps} must be less than sft.steps={sft.steps}: no step would have the full "
-            f"learning rate",
-        ),
-        (
             sft.warmup_steps == 1 and sft.lr_schedule == "constant",
             "sft.warmup_steps=1 has no effect: the first of n warm-up steps has the learning rate lr/n, and lr/1 is lr. "
             "Remove it",

@@ -2,16 +2,18 @@
 
 A check reads the complete recipe and returns problems; each problem has the value, the rule and the fix. `chosen_estimator`
 says which estimator a recipe uses if `credit.name` leaves the choice to turnwise. No option is accepted and then ignored: what
-a run would not read is refused here.
+a run would not read is refused here; what only a run of so few steps would not read is said (`short_run_notes`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.config.policy_checks import refuse_unusable_policies, trained_policy_problems
 from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, counted
 from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import (
     OWN_CREDIT,
@@ -168,11 +170,6 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
             "critic.clip has no effect with one optimizer step a batch: estimates do not move before the step. Remove it, "
             "or set train.minibatches or train.ppo_epochs",
         ),
-        (
-            train.known_steps is not None and critic.warmup_steps >= train.known_steps,
-            f"critic.warmup_steps={critic.warmup_steps} must be less than train.steps={train.known_steps}: the policy would not "
-            f"be trained",
-        ),
     ]
 
 
@@ -219,7 +216,6 @@ def kl_problems(config: Config) -> list[tuple[bool, str]]:
 
 
 def _reference_problems(config: Config) -> list[tuple[bool, str]]:
-    steps = config.train.known_steps
     reference, adapter = config.reference, config.model.lora.rank is not None
     changed = next(iter(changed_options(reference)), None)
     return [
@@ -246,11 +242,6 @@ def _reference_problems(config: Config) -> list[tuple[bool, str]]:
             "reference.sync_every changes the weights of the reference model, and with model.lora.rank the policy is these "
             "weights and an adapter: remove one of them",
         ),
-        (
-            reference.sync_every is not None and steps is not None and reference.sync_every >= steps,
-            f"reference.sync_every={reference.sync_every} must be less than train.steps={steps}: the reference "
-            f"model would not change",
-        ),
     ]
 
 
@@ -259,18 +250,12 @@ def _reference_problems(config: Config) -> list[tuple[bool, str]]:
 
 def record_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
-    kept, size, every = config.record.best_and_worst, config.train.group_size, config.record.every
-    steps = config.train.known_steps
+    kept, size = config.record.best_and_worst, config.train.group_size
     return [
         (
             kept is not None and 2 * kept >= size,
             f"record.best_and_worst={kept} has no effect: it records the {kept} best and the {kept} worst conversations of a "
             f"group, and a group has {size} (train.group_size). Set a smaller number, or remove it",
-        ),
-        (
-            every > 1 and steps is not None and steps <= 2,
-            f"record.every={every} has no effect with train.steps={steps}: the first step and the last step are "
-            f"always recorded. Remove it",
         ),
     ]
 
@@ -281,12 +266,9 @@ def record_problems(config: Config) -> list[tuple[bool, str]]:
 def health_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
     health, train, reward = config.health, config.train, config.reward
-    steps = train.known_steps
     used = {*changed_options(health), *health.stop}
     functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
     others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
-    with_window = used - {"constant_reward", "stop", "window"}
-    compared = used & {"tool_use", "entropy", "length", "teacher_growth"}
     of_teacher = next((name for name in ("teacher_gap", "teacher_growth") if name in used), None)
     of_rewards = next((name for name in ("zero_std", "constant_reward", "reward_correlation") if name in used), None)
     alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
@@ -315,16 +297,6 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
         (
             "reward_correlation" in used and functions + others < 2,
             "health.reward_correlation has no effect, because the reward has only one part: remove it",
-        ),
-        (
-            bool(with_window | used & {"window"}) and steps is not None and health.window > steps,
-            f"health.window={health.window} is larger than train.steps={steps}, so no monitor would have an effect: set "
-            f"health.window to a smaller number",
-        ),
-        (
-            bool(compared) and steps is not None and 2 * health.window > steps,
-            f"health.{next(iter(sorted(compared)), '')} compares the last {health.window} steps (health.window) with the first, "
-            f"and train.steps={steps} is less than both together: set health.window to a smaller number",
         ),
     ]
 
@@ -387,6 +359,46 @@ def _problems_of_policy(config: Config, policy: PolicySection) -> list[Problem]:
         *run_problems(recipe),
     ]
     return [(holds, f"the policy {policy.name!r}: {message}") for holds, message in problems]
+
+
+def short_run_notes(config: Config, section: Literal["train", "sft"], steps: int) -> list[str]:
+    """What options come to in a run of so few steps. It is said and not refused: runs are shortened for a try."""
+    optimization = config.sft if section == "sft" else config.train
+    warmup, of_run = optimization.warmup_steps, f"in this run of {counted(steps, 'step')}"
+    notes = [
+        (
+            warmup >= steps,
+            f"{section}.warmup_steps={warmup}: {of_run}, the learning rate rises until the end, to "
+            f"{optimization.lr_at(steps - 1, steps=steps):g}. A share of the steps ({section}.warmup_steps=0.1) fits each length",
+        )
+    ]
+    if section == "train":
+        sync, window = config.reference.sync_every, config.health.window
+        used = {*changed_options(config.health), *config.health.stop}
+        compared = next(iter(sorted(used & {"tool_use", "entropy", "length", "teacher_growth"})), None)
+        notes += [
+            (
+                config.critic.warmup_steps >= steps,
+                f"critic.warmup_steps={config.critic.warmup_steps}: {of_run}, only the critic is trained",
+            ),
+            (
+                sync is not None and sync >= steps,
+                f"reference.sync_every={sync}: {of_run}, the reference model does not change",
+            ),
+            (
+                config.record.every > 1 and steps <= 2,
+                f"record.every={config.record.every} has no effect {of_run}: the first and the last are always recorded",
+            ),
+            (
+                bool(used - {"constant_reward", "stop"}) and window > steps,
+                f"health.window={window}: {of_run}, no monitor has an effect",
+            ),
+            (
+                compared is not None and window <= steps < 2 * window,
+                f"health.{compared} has no effect {of_run}: it compares the first {window} (health.window) with the last",
+            ),
+        ]
+    return [text for holds, text in notes if holds]
 
 
 def training_warnings(config: Config) -> list[str]:
@@ -500,11 +512,6 @@ def _optimization_problems(config: Config) -> list[Problem]:
             train.epochs is not None and config.data.weights is not None,
             "data.weights needs train.steps: the data sets are repeated at their own rates, so train.epochs does not say how "
             "many steps there are",
-        ),
-        (
-            train.known_steps is not None and train.warmup_steps >= train.known_steps,
-            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.known_steps}: no step would have the "
-            f"full learning rate",
         ),
         (
             train.warmup_steps == 1 and train.lr_schedule == "constant",

@@ -22,6 +22,7 @@ from turnwise.options.section import (
     PathText,
     Positive,
     Section,
+    StepsOrShare,
     changed_options,
     short_for,
 )
@@ -750,8 +751,8 @@ class OptimizationSection(Section):
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: `constant`, or to 0 at the last step (`linear`, `cosine`)."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start in which the rate rises linearly."""
+    warmup_steps: StepsOrShare = 0
+    """Steps at the start in which the rate rises linearly; below 1, their share of all steps."""
     weight_decay: NotNegative = 0.0
     """Each step multiplies parameters by 1 - learning rate * this."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -763,12 +764,18 @@ class OptimizationSection(Section):
     """Most tokens of a forward pass: memory and speed, not the result. Null: 16384 on a GPU, or what fits; 2048 or 3072 on a
     CPU."""
 
+    def warmup(self, steps: int) -> int:
+        """The number of warm-up steps of a run with `steps` steps. A share is rounded up, as in transformers."""
+        share = self.warmup_steps < 1
+        return math.ceil(round(self.warmup_steps * steps, 9)) if share else int(self.warmup_steps)
+
     def lr_at(self, step: int, *, steps: int) -> float:
         """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0
         (linear or cosine)."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(steps - self.warmup_steps, 1)
+        warmup = self.warmup(steps)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(steps - warmup, 1)
         if self.lr_schedule == "linear":
             return self.lr * (1.0 - progress)
         if self.lr_schedule == "cosine":

@@ -33,11 +33,19 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _whole_from_one(value: float) -> float:
+    if value >= 1 and value != int(value):
+        raise PydanticCustomError("steps", "a number of steps must be whole; below 1, it is a share of all steps")
+    return int(value) if value == int(value) else value
+
+
 Positive = Annotated[int, Field(gt=0)]
 NonEmpty = Annotated[str, AfterValidator(_not_empty)]
 PathText = Annotated[NonEmpty, AfterValidator(os.path.expanduser)]
 """A path. `~` is replaced where the recipe is read, so that all code sees the same directory."""
 NotNegative = Annotated[float, Field(ge=0)]
+StepsOrShare = Annotated[float, Field(ge=0), AfterValidator(_whole_from_one)]
+"""A number of steps, or, below 1, a share of all steps, as `warmup_steps` of transformers 5."""
 Seconds = Annotated[float, Field(gt=0)]
 
 

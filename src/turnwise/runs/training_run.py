@@ -18,7 +18,12 @@ from typing import Any, Literal
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
+from turnwise.config.train_checks import (
+    refuse_without_effect,
+    refuse_without_reward,
+    short_run_notes,
+    training_warnings,
+)
 from turnwise.data.order import DataState, RowSource, initial_pass_rates
 from turnwise.engines.engine import TokenSampler, WeightPublisher
 from turnwise.errors import ConfigError
@@ -133,9 +138,8 @@ def assemble(config: Config) -> TrainingRun:
     credits = {name: assembly.credit(recipe, scorer) for name, recipe in _recipes(config).items()}
     credit = credits[_MAIN]
     inputs = read_inputs(config, "train", _read_rows)
-    if inputs.config is not config:
-        _refuse_with_known_steps(config, inputs)
-        config = inputs.config
+    config = inputs.config
+    inputs.notes += short_run_notes(config, "train", config.train.total_steps)
     if (note := assembly.credit_note(config)) is not None:
         inputs.notes.append(note)
     _refuse_unusable_rows(config, scorer, inputs, credits.values())
@@ -194,20 +198,6 @@ def _pipeline(
         baselines=baselines,
         version=inputs.opened.step,
     )
-
-
-def _refuse_with_known_steps(config: Config, inputs: RunInputs) -> None:
-    """Check the options that depend on the number of steps, where the rows say how many steps `train.epochs` is.
-
-    Raises ConfigError.
-    """
-    try:
-        refuse_without_effect(inputs.config)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error} (train.epochs={config.train.epochs:g} with {len(inputs.rows)} rows and train.batch_size="
-            f"{config.train.batch_size} is train.steps={inputs.config.train.steps})"
-        ) from None
 
 
 def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs, credits: Iterable[Credit]) -> None:

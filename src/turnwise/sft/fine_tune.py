@@ -17,6 +17,7 @@ from typing import Any
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.config.train_checks import short_run_notes
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
 from turnwise.options.algorithm import Nll, steps_of_epochs
 from turnwise.options.schema import Config, EnvironmentUse
@@ -70,11 +71,13 @@ def assemble(config: Config) -> SftRun:
             "or the column from the data"
         )
     opened.begin(learner)
+    steps = options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size)
+    inputs.notes += short_run_notes(config, "sft", steps)
     return SftRun(
         inputs=inputs,
         learner=learner,
         options=options,
-        steps=options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size),
+        steps=steps,
         weigh_turns=weigh_turns,
         loggers=loggers(config, step=opened.step),
         loss=Nll(normalizer=config.sft.normalizer),

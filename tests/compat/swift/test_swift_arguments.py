@@ -589,7 +589,7 @@ def test_epochs_are_counted_in_steps_where_the_rows_can_be(tmp_path: Path, monke
     assert "steps" not in unknown.recipe["train"]
     assert (unknown.recipe["train"]["epochs"], left(unknown)) == (2, {})
     warm = converted("--model M --dataset hub/name --tuner_type full --num_train_epochs 2 --warmup_ratio 0.1")
-    assert left(warm) == {"warmup_ratio": True}
+    assert (warm.recipe["train"]["warmup_steps"], left(warm)) == (0.1, {})
 
 
 def test_what_is_off_is_converted_as_off() -> None:

@@ -462,9 +462,8 @@ def convert_length(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     warmup = builder.values.get("warmup_steps")
     if warmup is None and steps is not None:
         warmup = math.ceil(builder.value("warmup_ratio") * steps)
-    if warmup is None and builder.value("warmup_ratio") > 0:
-        reason = "the number of steps depends on the rows, which cannot be counted here: set warmup_steps"
-        builder.reject("warmup_ratio", reason, changes_training=True)
+    if warmup is None:  # the number of steps depends on the rows, which cannot be counted here
+        warmup = builder.value("warmup_ratio")
     if warmup:
         builder.set("train.warmup_steps", warmup, "warmup_steps")
     builder.convert("train.warmup_steps", "warmup_ratio", "warmup_steps")

@@ -640,10 +640,9 @@ def _warmup(builder: VerlRecipeBuilder, steps: int | None) -> None:
     warmup = builder.count(number)
     if warmup is None and steps is not None:
         warmup = int(builder.number(share) * steps)
-    if warmup is None and builder.number(share) > 0:
-        reason = "the number of steps depends on the rows, which cannot be read here: set lr_warmup_steps"
-        builder.reject(share, reason, changes_training=True)
-    if warmup is not None:
+    if warmup is None:  # the number of steps depends on the rows, which cannot be read here
+        warmup = builder.number(share)
+    if warmup:
         builder.set("train.warmup_steps", warmup)
     builder.convert("train.warmup_steps", number, share)
 
