@@ -20,6 +20,7 @@ from rich.text import Text
 
 from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
 from turnwise.errors import ConfigError, RunError, counted
+from turnwise.record.completeness import check_record
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of, reward_part
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
@@ -129,6 +130,10 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="in the table of runs, one row for the finished runs that differ in the seed only: number, mean, standard deviation",
     )
+    parser.add_argument(
+        "--check", action="store_true",
+        help="whether the record is complete: every step once, every group, no id twice; the exit status is 1 if it is not",
+    )  # fmt: skip
     printed = "the table of runs, or with --metric the steps of one run, as"
     parser.add_argument(
         "--json",
@@ -148,6 +153,18 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     selectors = [f"--{name}" for name in _SELECTING if vars(options)[name] not in (None, False, 0) or name == "step"]
     selectors = [name for name in selectors if name != "--step" or options.step is not None]
     run: Path = options.runs[0]
+    if options.check:
+        others = [
+            *selectors,
+            *(
+                f"--{name}"
+                for name in ("metric", "sort", "over_seeds", "json", "csv", "evaluation")
+                if vars(options)[name]
+            ),
+        ]
+        if others:
+            raise ConfigError(f"--check reads whole runs, and {others[0]} chooses of them: give one of them")
+        return check_runs(context.console, options.runs)
     one = len(options.runs) == 1 and (_is_one(run) or not run.is_dir())
     if options.json and options.csv:
         raise ConfigError("--json and --csv are both given: give one of them")
@@ -211,6 +228,27 @@ def show_runs(console: Console, options: argparse.Namespace, *, form: str) -> No
         print_runs(console, records)
     print_over_seeds(console, records if options.over_seeds else seed_records(runs, metrics=metrics))
     print_left_out(console, problems)
+
+
+def check_runs(console: Console, paths: Sequence[Path]) -> int:
+    """Say of each run whether its record is complete, and what is missing in it or stands twice. Returns 1 if anything is.
+
+    Raises RunError if none of the paths is a run.
+    """
+    runs, problems = find_summaries(paths)
+    if not runs:
+        raise RunError(problems[0] if problems else f"{paths[0].absolute()} contains no runs")
+    findings: list[str] = []
+    for run in runs:
+        checked = check_record(run.path)
+        read = f"{counted(checked.conversations, 'conversation')}"
+        read = read if run.step is None else f"{counted(run.step, 'step')}, {read}"
+        findings += checked.findings
+        says = f"{counted(len(checked.findings), 'finding')}:" if checked.findings else "complete"
+        print_lines(console, [f"{run.path}: {read}; {says}"])
+        print_lines(console, [f"  {text}" for text in checked.findings], style="red")
+    print_left_out(console, problems)
+    return int(bool(findings or problems))
 
 
 def _print_records(console: Console, records: Sequence[Mapping[str, Any]], form: str) -> None:

@@ -105,6 +105,8 @@ class RunSummary:
     """The number of finished steps; None without training."""
     steps: int | None
     """The number of steps of the complete run; None if the number of rows decides."""
+    noted_step: int | None = None
+    """The last step that run.json names: that of the newest checkpoint, or the one after which the run ended."""
     metrics: Mapping[str, MetricValues]
     options: Mapping[str, Any]
     chosen: Mapping[str, Any] = field(default_factory=dict)
@@ -152,6 +154,7 @@ def summarize_run(path: Path) -> RunSummary:
         ended=note.get("time"),
         step=step,
         steps=steps,
+        noted_step=max((n for n in (about.get("checkpoint"), note.get("step")) if type(n) is int), default=None),
         metrics=metrics,
         options=options,
         chosen=chosen,
