@@ -139,7 +139,7 @@ def assemble(config: Config) -> TrainingRun:
     credit = credits[_MAIN]
     inputs = read_inputs(config, "train", _read_rows)
     config = inputs.config
-    inputs.notes += short_run_notes(config, "train", config.train.total_steps)
+    inputs.notes.extend(short_run_notes(config, "train", config.train.total_steps))
     if (note := assembly.credit_note(config)) is not None:
         inputs.notes.append(note)
     _refuse_unusable_rows(config, scorer, inputs, credits.values())

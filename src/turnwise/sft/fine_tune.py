@@ -72,7 +72,7 @@ def assemble(config: Config) -> SftRun:
         )
     opened.begin(learner)
     steps = options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size)
-    inputs.notes += short_run_notes(config, "sft", steps)
+    inputs.notes.extend(short_run_notes(config, "sft", steps))
     return SftRun(
         inputs=inputs,
         learner=learner,
