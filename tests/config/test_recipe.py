@@ -446,7 +446,7 @@ def test_warm_up_steps_are_whole_or_a_share(tmp_path: Path) -> None:
         0.1,
     ]
     with pytest.raises(
-        ConfigError, match=r"train.warmup_steps=1.5.*a number of steps must be whole; below 1, it is a share"
+        ConfigError, match=r"train.warmup_steps: a number of steps must be whole; below 1, it is a share"
     ):
         loaded(recipe, "train.warmup_steps=1.5")
 

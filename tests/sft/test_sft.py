@@ -352,14 +352,12 @@ def test_an_option_of_the_optimization_changes_the_run(
     assert [one["loss"] for one in changed] != [one["loss"] for one in plain["metrics"]]
 
 
-def test_the_rate_goes_as_the_schedule_says(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rate_goes_as_the_schedule_says(recipe: Path) -> None:
     def rates(*options: str) -> list[float]:
         return [one["lr"] for one in metrics(recipe, "sft.steps=4", "sft.lr=0.4", *options)]
 
     assert rates("sft.warmup_steps=2") == rates("sft.warmup_steps=0.5") == pytest.approx([0.2, 0.4, 0.4, 0.2])
-    assert "in this run" not in capsys.readouterr().out
     assert rates("sft.warmup_steps=8") == pytest.approx([0.05, 0.1, 0.15, 0.2])  # a run that is shortened for a try
-    assert "sft.warmup_steps=8: in this run of 4 steps, the learning rate rises until the" in capsys.readouterr().out
     assert rates("sft.lr_schedule=cosine") == pytest.approx([0.2 * (1 + math.cos(math.pi * n / 4)) for n in range(4)])
 
 
