@@ -38,7 +38,7 @@ _COMMANDS = {
     "show": ("commands.show", "print a run, or single conversations, as text"),
     "view": ("commands.show", "show runs in the browser: curves, conversations, tokens"),
     "doctor": ("commands.doctor", "check a model, and a recipe with it, before training"),
-    "plan": ("commands.doctor", "show what a recipe needs, and predict its speed on more devices"),
+    "plan": ("commands.doctor", "show a recipe's batches and placement, and the memory that it needs"),
     "dataset": ("commands.dataset", "write the conversations of a run as a data set for TRL or `turnwise sft`"),
     "convert": ("commands.convert", "make a recipe from a configuration of verl, ms-swift or TRL"),
     "merge": ("commands.models", "write the model of a run with a LoRA adapter as a complete model directory"),
@@ -64,7 +64,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "sweep": (
         ("turnwise sweep recipes/calculator.yaml train.lr=1e-4,3e-4 seed=0,1", "train four runs, and compare them"),
         (
-            "turnwise sweep recipes/calculator.yaml --set lora='model.lora.rank=8 train.lr=3e-3' --set full=train.lr=3e-4",
+            "turnwise sweep r.yaml --set lora='model.lora.rank=8 train.lr=1e-4' --set full=",
             "options that go together",
         ),
         (

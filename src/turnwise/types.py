@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -450,7 +450,8 @@ ToolSchema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the data set: the start of a conversation. `row["answer"]` is the column `answer`."""
+    """One row of the data set: the start of a conversation. `row["answer"]` is the column `answer`, and `"answer" in row` says
+    whether there is one."""
 
     id: str
     """Unique in the data set: the row's number, unless `data.columns.id` names a column."""
@@ -492,6 +493,13 @@ class Row:
         """The column `name`, or `default` if the row has none."""
         return self.fields.get(name, default)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the columns."""
+        return iter(self.fields)
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self.fields[name]
@@ -502,6 +510,8 @@ class Row:
                     f"row {self.id!r}: the messages of the prompt are row.messages, a list of {{'role': ..., 'content': ...}}; "
                     f"row[...] is for the other columns: {have}"
                 ) from None
+            if name == "id":
+                raise KeyError(f"row {self.id!r}: its id is row.id; row[...] is for the columns: {have}") from None
             raise KeyError(
                 f"row {self.id!r} has no column {name!r}; its columns are: {have}. Add the column to the data, or map another "
                 f"column to it: data.columns.{name}=<column>"

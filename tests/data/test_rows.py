@@ -163,6 +163,10 @@ def test_a_missing_column_of_a_row_is_told_when_it_is_asked_for(tmp_path: Path) 
     (row,) = read_rows(jsonl(tmp_path, {"prompt": "Hi", "b": 1, "a": 2}))
     with pytest.raises(KeyError, match=r"row '1' has no column 'answer'; its columns are: a, b\. Add the column"):
         row["answer"]
+    with pytest.raises(KeyError, match=r"row '1': its id is row\.id; row\[\.\.\.\] is for the columns: a, b"):
+        row["id"]
+    assert ("a" in row, "answer" in row, "id" in row, 0 in row) == (True, False, False, False)
+    assert dict.fromkeys(row) == {"b": None, "a": None}
 
 
 # what is refused

@@ -129,6 +129,7 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
     config, notes = load_recipe(options)
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.runs.sampling_only import collect
+    from turnwise.terminal.tables import number
 
     print_lines(context.console, notes, style="dim")
     started = time.perf_counter()
@@ -138,7 +139,7 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
         context.console,
         [
             f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, reward "
-            f"{summary['reward/mean']}; to read them: turnwise show {as_given(options.out, place)}"
+            f"{number(summary['reward/mean'])}; to read them: turnwise show {as_given(options.out, place)}"
         ],
     )
     return 0

@@ -602,18 +602,32 @@ def _convert_mixture(builder: TrlRecipeBuilder, mixture: Any) -> None:
 def _convert_conversation(builder: TrlRecipeBuilder) -> None:
     length = "max_new_tokens" if builder.trainer == "gkd" else "max_completion_length"
     builder.set("limits.tokens_per_turn", builder.value(length), length)
-    rounds = builder.values.get("max_tool_calling_iterations")
-    builder.set("limits.turns", 1 if rounds is None else rounds + 1, "max_tool_calling_iterations")
-    if not rounds:
+    rounds, script = builder.values.get("max_tool_calling_iterations"), builder.given.script
+    calls = script is not None and script.calls_tools
+    # without a bound of calls, TRL bounds tokens only: there is no turn without a token
+    unbounded = builder.value(length) if calls else 1
+    builder.set("limits.turns", unbounded if rounds is None else rounds + 1, "max_tool_calling_iterations")
+    if script is not None:
+        _convert_tools(builder, script.tools)
+    if not (calls or rounds):
         return
     # TRL bounds the whole completion: a tool result that would exceed it is dropped, and the last answer is cut there
     builder.set("limits.response_tokens", builder.value(length), length)
+    if calls or rounds is None:
+        return
     reason = (
         "name the tools in `tools`, or the class of environment_factory in environment={use: "
         "turnwise.compat.trl:TrlEnvironments, arguments: {environment: file.py:Class}}; with neither, set limits.turns=1 and "
         "remove limits.response_tokens (docs/trl.md)"
     )
     builder.assume("limits.turns", rounds + 1, reason)
+
+
+def _convert_tools(builder: TrlRecipeBuilder, names: Sequence[str]) -> None:
+    """Set tools to functions of the script, or that it imports."""
+    found = [_of_script(builder, name, "tools") or _imported(builder, name) for name in names]
+    if found:
+        builder.set("tools", [use for use in found if use is not None], "tools")
 
 
 _ENGINE = (
@@ -749,7 +763,8 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
     rewards: list[dict[str, Any]] = []
     for name, weight in zip(names, weights, strict=True):
         arguments = _REWARDS.get(name.removeprefix("trl.rewards."))
-        arguments = arguments or _of_script(builder, name) or _own_reward(builder, str(name))
+        function = None if arguments else _of_script(builder, name, "reward_funcs") or _imported(builder, str(name))
+        arguments = arguments or (function and {"function": function})
         if arguments is None:
             reason = (
                 "it is a function of the script, not of `trl grpo`: add {use: turnwise.compat.trl:TrlReward, arguments: "
@@ -770,30 +785,31 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
 _BESIDE = "my_rewards.py"
 
 
-def _of_script(builder: TrlRecipeBuilder, name: str) -> dict[str, Any] | None:
-    """The arguments of a function that the script defines; None for another name. It is taken from the script, or from a file
-    beside it if the script would train when it is imported."""
+def _of_script(builder: TrlRecipeBuilder, name: str, key: str) -> str | None:
+    """`file.py:name` of a function that the script defines and gives to `key`; None for another name. The file is the script, or
+    one beside it if the script would train when it is imported."""
     script = builder.given.script
     if script is None or name not in script.defined:
         return None
     if not script.trains_when_imported:
-        return {"function": f"{builder.given.path}:{name}"}
+        return f"{builder.given.path}:{name}"
     reason = (
         f"{builder.given.path} would train when it is imported: copy this function, with what it uses, into {_BESIDE}"
     )
-    builder.assume("reward_funcs", name, reason)
-    return {"function": f"{_BESIDE}:{name}"}
+    builder.assume(key, name, reason)
+    return f"{_BESIDE}:{name}"
 
 
-def _own_reward(builder: TrlRecipeBuilder, name: str) -> dict[str, Any] | None:
-    """The arguments of a function that `name` imports, such as `my_lib.rewards.exact`; None for a name without module."""
+def _imported(builder: TrlRecipeBuilder, name: str) -> str | None:
+    """`file.py:name` or `module:name` of a function that `name` imports, such as `my_lib.rewards.exact`; None for a name without
+    module."""
     module, _, function = name.rpartition(".")
     if not module:
         return None
     # TRL imports from the working directory first, and Python a script's modules from the script's folder
     places = [Path()] if builder.given.script is None else [builder.given.path.parent, Path()]
     files = [(place / Path(*module.split("."))).with_suffix(".py") for place in places]
-    return {"function": f"{next((file for file in files if file.is_file()), module)}:{function}"}
+    return f"{next((file for file in files if file.is_file()), module)}:{function}"
 
 
 def _convert_kl(builder: TrlRecipeBuilder, *, off_policy: bool) -> None:

@@ -52,6 +52,11 @@ class TrainingScript:
     rewards: list[str] = field(default_factory=list)
     """The reward functions that the trainer gets: names of functions of the script, `module.name` of imported ones, and names of
     models. Empty if the script does not say them in a form that is known."""
+    tools: list[str] = field(default_factory=list)
+    """The tools that the trainer gets: names of functions of the script, and `module.name` of imported ones. Empty if the script
+    does not say them in a form that is known."""
+    calls_tools: bool = False
+    """Whether the trainer gets tools or an environment."""
     rows: dict[str, str] = field(default_factory=dict)
     """The expressions of the data sets that the trainer gets, `train_dataset` and `eval_dataset`, with the lines of the names in
     them."""
@@ -91,14 +96,15 @@ def read_script(path: Path) -> TrainingScript:
     adapters = [call for name, call in calls if name == "LoraConfig"]
     trainers = [call for name, call in calls if name == name_of_trainer(script.trainer)]
     for call in trainers[:1]:
-        for key, value in _arguments(call):
+        given = _given(call)
+        _take_objects(script, tree, given)
+        for key, value in given.items():
             if key == "model":
-                _take(script, "model_name_or_path", value)
+                _take(script, "model_name_or_path", _followed(value, _assignments(tree)))
             elif key == "peft_config" and len(adapters) != 1:
                 script.others.append((key, ast.unparse(value), f"line {value.lineno} names no only LoraConfig(...)"))
-            elif key in _OBJECTS:
+            elif key in _OBJECTS and not _is_none(value) and not (key == "tools" and script.tools):
                 script.others.append((key, ast.unparse(value), f"an object of the script, line {value.lineno}"))
-        _take_objects(script, tree, call)
     if len(adapters) == 1:
         _take_adapter(script, adapters[0], used=not trainers or _gets_adapter(calls, trainers[0]))
     return script
@@ -108,10 +114,15 @@ _OF_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 """The first arguments of GRPOTrainer by position."""
 
 
-def _take_objects(script: TrainingScript, tree: ast.Module, trainer: ast.Call) -> None:
-    """The reward functions and the data sets of a trainer, by the names that the script gives them at its top."""
-    given = dict(zip(_OF_TRAINER, trainer.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in trainer.keywords if keyword.arg is not None}
+def _given(trainer: ast.Call) -> dict[str, ast.expr]:
+    """The arguments of a trainer, by name."""
+    first = dict(zip(_OF_TRAINER, trainer.args, strict=False))
+    return first | {keyword.arg: keyword.value for keyword in trainer.keywords if keyword.arg is not None}
+
+
+def _take_objects(script: TrainingScript, tree: ast.Module, given: Mapping[str, ast.expr]) -> None:
+    """The reward functions, the tools and the data sets that a trainer is `given`, by the names that the script gives them at its
+    top."""
     script.defined = {
         node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
@@ -123,10 +134,11 @@ def _take_objects(script: TrainingScript, tree: ast.Module, trainer: ast.Call) -
         if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level
         for alias in node.names
     }
-    functions = _followed(given.get("reward_funcs"), assigned)
-    listed = functions.elts if isinstance(functions, ast.List | ast.Tuple) else [] if functions is None else [functions]
-    names = [_reward_name(one, imported, script.defined) for one in listed]
-    script.rewards = [name for name in names if name is not None] if None not in names else []
+    values = {key: _followed(value, assigned) for key, value in given.items()}
+    values = {key: value for key, value in values.items() if not _is_none(value)}
+    script.rewards = _names(values.get("reward_funcs"), imported, script.defined)
+    script.tools = _names(values.get("tools"), imported, script.defined)
+    script.calls_tools = "tools" in values or "environment_factory" in values
     for key in ("train_dataset", "eval_dataset"):
         if (value := given.get(key)) is None:
             continue
@@ -156,12 +168,23 @@ def _assignments(tree: ast.Module) -> dict[str, ast.expr]:
     return {name: found[0] for name, found in values.items() if len(found) == 1}
 
 
-def _followed(value: ast.expr | None, assigned: Mapping[str, ast.expr]) -> ast.expr | None:
+def _followed(value: ast.expr, assigned: Mapping[str, ast.expr]) -> ast.expr:
     """A value, or the one that its name has."""
     return assigned.get(value.id, value) if isinstance(value, ast.Name) else value
 
 
-def _reward_name(value: ast.expr, imported: Mapping[str, str], defined: set[str]) -> str | None:
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _names(value: ast.expr | None, imported: Mapping[str, str], defined: set[str]) -> list[str]:
+    """Names of the functions of a list, or of one function; empty if one has no name."""
+    listed = value.elts if isinstance(value, ast.List | ast.Tuple) else [] if value is None else [value]
+    names = [_function_name(one, imported, defined) for one in listed]
+    return [name for name in names if name is not None] if None not in names else []
+
+
+def _function_name(value: ast.expr, imported: Mapping[str, str], defined: set[str]) -> str | None:
     if isinstance(value, ast.Name):
         return value.id if value.id in defined else imported.get(value.id)
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None

@@ -143,11 +143,10 @@ class TrainReport(Report):
         self.finish_step(metrics, f"{figures}  {_speed(metrics)} tokens/s")
 
     def evaluated(self, summary: Mapping[str, Any], groups: Sequence[types.Group]) -> None:
-        """Print an evaluation's reward. Its best conversation with the most turns is kept for the end."""
+        """Print an evaluation's reward. Of its best conversations, one with the most turns is kept for the end."""
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if finished:
-            best = max(finished, key=lambda t: ((t.reward or 0.0) > 0, len(t.turns), t.reward or 0.0))
-            self._example = best
+            self._example = max(finished, key=lambda t: (t.reward or 0.0, len(t.turns)))
         self.print_line(f"step {summary['step']}: held-out reward {number(summary['reward/mean'])}")
 
     def end(self, directory: RunDirectory, checkpoint: Path) -> None:

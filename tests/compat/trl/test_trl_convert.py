@@ -610,6 +610,47 @@ def test_a_script_that_may_be_imported_keeps_its_functions(tmp_path: Path, monke
     assert any("dataset.map(len).to_json('train.jsonl')" in one for one in told), told
 
 
+TOOLS = """
+from my_lib.tools import search
+from trl import GRPOConfig, GRPOTrainer
+
+def multiply(a: int, b: int) -> int:
+    return a * b
+
+def short(completions, **kwargs):
+    return [-len(c[-1]["content"]) for c in completions]
+
+name = "my/model"
+if __name__ == "__main__":
+    GRPOTrainer(name, short, GRPOConfig(max_completion_length=64{rounds}), {given}).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds", "tools", "turns"),
+    [
+        ("tools=[multiply, search]", "", ["train.py:multiply", "my_lib.tools:search"], 64),
+        ("tools=[multiply]", ", max_tool_calling_iterations=3", ["train.py:multiply"], 4),
+        ("tools=[lambda a: a]", "", None, 64),
+        ("environment_factory=Game", "", None, 64),
+        ("tools=None", "", None, 1),
+    ],
+)
+def test_a_script_with_tools_has_as_many_turns_as_in_trl(
+    given: str, rounds: str, tools: list[str] | None, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TOOLS.format(given=given, rounds=rounds))
+    report = from_trl_arguments(["train.py"])
+    recipe = report.recipe
+    assert recipe["model"]["path"] == "my/model"  # by position, and by a name
+    assert recipe["reward"]["batch"][0]["arguments"] == {"function": "train.py:short"}
+    assert (recipe.get("tools"), recipe["limits"]["turns"]) == (tools, turns)
+    assert recipe["limits"].get("response_tokens") == (64 if turns > 1 else None)
+    left = [one.key for one in report.refused() if one.key in ("tools", "environment_factory")]
+    assert left == ([given.partition("=")[0]] if tools is None and turns > 1 else [])
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
