@@ -18,13 +18,15 @@ import pytest
 import yaml
 
 import turnwise
-from support import byte_tokenizer
+from support import CHATML, byte_tokenizer, marked_tokenizer
 from support.conversations import call
+from support.templates import SWITCHES
 from turnwise import cli
 from turnwise.cli import _COMMANDS, main, make_parser
 from turnwise.config.recipe import load
 from turnwise.record import read as init_read
 from turnwise.record.reader import read_lines
+from turnwise.starter import write_project
 
 # The command line, from the words typed to the files written; `turnwise init`, `turnwise demo` and shell completion.
 
@@ -483,6 +485,10 @@ def test_a_model_beside_a_new_project_is_found_from_within_it(
     assert yaml.safe_load((tmp_path / "quiz" / "recipe.yaml").read_text())["model"]["path"] == place
     assert main(["init", "other", "--model", "org/name"]) == 0
     assert yaml.safe_load((tmp_path / "other" / "recipe.yaml").read_text())["model"]["path"] == "org/name"
+    capsys.readouterr()
+    assert main(["init", "third", "--model", "./nosuch"]) == 1
+    assert "--model ./nosuch: there is no model directory" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
 
 
 def test_a_starter_project_trains(
@@ -525,6 +531,28 @@ def test_a_starter_project_with_a_model_of_ones_own(tmp_path: Path, capsys: pyte
     assert "half a minute" not in text  # true of the demo's model
     assert "tiny model" not in text
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "tokens"),
+    [
+        (CHATML, {}, 256),
+        (SWITCHES, {"enable_thinking": False}, 256),
+        (CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>\n{%"), {}, 2048),
+    ],
+)
+def test_a_starter_project_of_a_model_that_thinks_has_room_for_it_or_turns_it_off(
+    tmp_path: Path, template: str, arguments: dict[str, bool], tokens: int
+) -> None:
+    marked_tokenizer(template, eos="<|im_end|>").save_pretrained(tmp_path / "model")
+    assert main(["init", str(tmp_path / "new"), "--model", str(tmp_path / "model")]) == 0
+    config, _ = load(tmp_path / "new" / "recipe.yaml")
+    assert config.model.chat_template_kwargs == arguments
+    assert config.limits.tokens_per_turn == tokens
+    gpu = {"  tokens_per_turn: 64": "  tokens_per_turn: 256\n  context: 2048 # the memory was computed with it"}
+    write_project(tmp_path / "gpu", model="m", changes=gpu, thinking="always")
+    limits = load(tmp_path / "gpu" / "recipe.yaml")[0].limits
+    assert (limits.tokens_per_turn, limits.context) == (1024, 2048)
 
 
 def test_the_comments_of_the_starter_recipe_are_options(tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ def overwrite(name: str, text: str) -> Callable[[Path], None]:
     return lambda path: (path / name).write_text(text) and None
 
 
+def test_a_model_that_is_not_there_is_named_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "./nosuch"]) == 1
+    assert f"MODEL ./nosuch: there is no model directory {Path('nosuch').absolute()}; a model is a hub id" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 

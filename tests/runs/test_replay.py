@@ -592,6 +592,7 @@ def test_a_saved_conversation_is_fine_tuned_on_and_a_saved_script_is_played_agai
     row, script, out = place / "row.jsonl", place / "script.jsonl", place / "out"
     typed = f"/call calculator expression=6*7\nIt is 42\n/save {row}\n/script {script}\n"
     assert play(place, monkeypatch, typed) == 0
+    assert "is not finished" not in capsys.readouterr().out
     words = [f"engine={{name: scripted, script: {script}}}", "--out", str(out)]
     assert main(["rollout", str(place / "recipe.yaml"), *words]) == 0
     (played,) = RecordedTrajectories(out / "trajectories.jsonl")[:]
@@ -601,6 +602,17 @@ def test_a_saved_conversation_is_fine_tuned_on_and_a_saved_script_is_played_agai
     (tuned,) = asyncio.run(sft_replay.replay(rows, Renderer.from_pretrained(tokenizer)))
     assert tuned.segments[0].token_ids == played.segments[0].token_ids
     assert tuned.segments[0].turn == played.segments[0].turn
+
+
+def test_a_conversation_that_is_saved_before_its_end_is_said_to_be_unfinished(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = place / "row.jsonl"
+    assert play(place, monkeypatch, f"/call calculator expression=6*7\n/save {row}\n/quit\n") == 0
+    shown = capsys.readouterr().out
+    assert "row.jsonl: appended 1 turn as a row for `turnwise sft`" in shown
+    assert "the conversation is not finished: this row ends after turn 0" in shown
+    assert json.loads(row.read_text())["messages"][-1]["role"] == "assistant"
 
 
 def test_the_model_takes_a_turn_when_it_is_asked(

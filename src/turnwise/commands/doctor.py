@@ -104,6 +104,7 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
             weights=options.weights,
             memory_gb=options.memory_gb,
             chat_template_kwargs=arguments,
+            given="" if options.model is None or options.model != model else f"MODEL {model}",
             begins=lambda name: begin(f"checking: {name}"),
         )
     if options.json:

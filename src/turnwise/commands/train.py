@@ -23,8 +23,9 @@ from turnwise.commands.command import (
     run_to_end,
 )
 from turnwise.commands.ranks import read_by_all_ranks, run_as_rank
-from turnwise.errors import ConfigError
-from turnwise.starter import DEMO_OUTPUT, demo_overrides, demo_recipe, write_project
+from turnwise.errors import ConfigError, TemplateError
+from turnwise.local_paths import refuse_other_than_model
+from turnwise.starter import DEMO_OUTPUT, Thinking, demo_overrides, demo_recipe, write_project
 
 if TYPE_CHECKING:
     from turnwise.options.schema import Config
@@ -196,17 +197,20 @@ def register_init(parser: argparse.ArgumentParser) -> None:
 
 def _run_init(options: argparse.Namespace, context: Context) -> int:
     model, of_card = options.model, ""
+    if model is not None:
+        refuse_other_than_model(model, error=ConfigError, weights=False, given=f"--model {model}")
     if model is not None and options.folder != Path() and Path(model).is_dir():
         model = str(Path(model).absolute())  # the commands are given in the project's directory
     changes, fits = ({}, []) if options.gpu is None else _for_gpu(model, options.gpu)
     if options.gpu:  # perhaps not the memory of this machine
         of_card = f" model.device=cuda --memory-gb {options.gpu:g}"
-    paths = write_project(options.folder, model=model, changes=changes)
+    thinking = None if model is None else _thinking(model)
+    paths = write_project(options.folder, model=model, changes=changes, thinking=thinking)
     checked = f"turnwise doctor {shlex.quote(model or 'model')} --recipe recipe.yaml{of_card}"
     commands = {
         checked: "check the model and the recipe",
         "turnwise train recipe.yaml": "train",
-        "turnwise show runs/first --best 1": "read a conversation",
+        "turnwise show runs/first --best 1 --tokens": "read a conversation, with every token",
         "turnwise eval recipe.yaml --model runs/first": "evaluate the trained model",
     }
     enter = [] if options.folder == Path() else [f"  cd {shlex.quote(str(options.folder))}"]
@@ -214,6 +218,19 @@ def _run_init(options: argparse.Namespace, context: Context) -> int:
     lines = [*fits, *files, "\nnext:", *enter, *(f"  {line}" for line in _aligned(commands))]
     print_lines(context.console, lines)
     return 0
+
+
+def _thinking(model: str) -> Thinking | None:
+    """Whether the model thinks before an answer, by its chat template; None also if there is no tokenizer to read."""
+    from turnwise.chat.renderer import Renderer
+
+    try:
+        renderer = Renderer.from_pretrained(model)
+        if "enable_thinking" in renderer.tokenizer.get_chat_template():
+            return "optional"
+        return "always" if renderer.encode_opening([{"role": "user", "content": "Hi"}]).reasoning_opening else None
+    except TemplateError:  # `turnwise doctor`, which is named next, says what is wrong with it
+        return None
 
 
 def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:

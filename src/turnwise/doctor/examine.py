@@ -17,6 +17,7 @@ from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, own_estimator, own_loss, rewards, row_arguments
 from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.local_paths import refuse_other_than_model
 from turnwise.options.algorithm import OwnCredit, OwnLoss
 from turnwise.options.schema import Config
 from turnwise.rewards.turn_weights import TurnWeighting
@@ -36,16 +37,17 @@ def examine(
     weights: Weights = "auto",
     memory_gb: float | None = None,
     chat_template_kwargs: Mapping[str, Any] = {},
+    given: str = "",
     begins: Callable[[str], None] = lambda name: None,
 ) -> list[Check]:
     """Run all checks of the model at `path`, and of the recipe. `memory_gb` is the memory that a training step may use, in GiB.
-    `chat_template_kwargs` are further arguments of the template where there is no recipe, which has its own. `begins` is called
-    with the name of a check that may take long, before it.
+    `chat_template_kwargs` are further arguments of the template where there is no recipe, which has its own. `given` is how the
+    user has named the model, for an error. `begins` is called with the name of a check that may take long, before it.
 
     A TurnwiseError becomes a failed check and is not raised.
     """
     begins("template")
-    checks = list(_checks(path, config, weights, chat_template_kwargs, begins))
+    checks = list(_checks(path, config, weights, chat_template_kwargs, given, begins))
     if config is not None and config.engine.servers is not None and not fine_tunes(config):
         begins("engine")
         checks.append(_tried("engine", lambda: Check("engine", "ok", f"servers: {assembly.startable(config)}")))
@@ -56,11 +58,18 @@ def examine(
 
 
 def _checks(
-    path: str, config: Config | None, weights: Weights, arguments: Mapping[str, Any], begins: Callable[[str], None]
+    path: str,
+    config: Config | None,
+    weights: Weights,
+    arguments: Mapping[str, Any],
+    given: str,
+    begins: Callable[[str], None],
 ) -> Iterator[Check]:
     if config is not None:
         yield _tried("options", lambda: take_effect(config))
     try:
+        if given:
+            refuse_other_than_model(path, error=ConfigError, weights=False, given=given)
         renderer = _renderer(path, config, arguments)
         directory = template.read_directory(path, renderer)
     except TurnwiseError as error:

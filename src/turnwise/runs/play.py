@@ -25,7 +25,7 @@ from turnwise.chat.probes import assistant_message
 from turnwise.chat.renderer import Renderer
 from turnwise.engines.engine import Engine, closing
 from turnwise.engines.scripted import AskingEngine
-from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError, nearest
+from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError, counted, nearest
 from turnwise.json_yaml import parse_json, parse_yaml
 from turnwise.options.schema import Config
 from turnwise.rollout.context import ConversationContext, turn_seed
@@ -370,7 +370,13 @@ class Player:
             self.say(f"{file} was not written: {error}", style="red")
             return
         what = "as a row for `turnwise sft`" if as_row else "as a script for engine.name=scripted"
-        self.say(f"{file}: appended {len(trajectory.turns)} turns {what}", style=_STYLE)
+        self.say(f"{file}: appended {counted(len(trajectory.turns), 'turn')} {what}", style=_STYLE)
+        if trajectory.stop is None:
+            self.say(
+                f"the conversation is not finished: this {'row' if as_row else 'script'} ends after turn "
+                f"{trajectory.turns[-1].index}. Repeat the command at its end for all turns, which appends another line",
+                style="yellow",
+            )
 
     # what the model sees, and what the environment says
 
