@@ -245,7 +245,7 @@ def test_an_interaction(recipe: Callable[[str], Any]) -> None:
 
 
 def test_a_scripted_user() -> None:
-    trajectory = hold(Says("a", "b", "c"), code("ScriptedUser([")["doubtful"])
+    trajectory = hold(Says("a", "b", "c"), code("# user.py")["doubtful"])
     assert [one["content"] for one in trajectory.messages] == ["Hi", "a", "Are you sure?", "b", "Thank you.", "c"]
 
 
@@ -518,6 +518,14 @@ def test_the_table_of_trl_has_every_field_of_grpo_config_and_options_that_exist(
     options = {option for cell in second for option in re.findall(r"`([a-z_]+(?:\[\])?\.[a-z_.\[\]]+)", cell)}
     known = {part for option in RULES for part in (option, option.rpartition(".")[0])}
     assert options - known == set()
+
+
+def test_a_column_chooses_the_environment_of_a_row() -> None:
+    by_kind = code("# by_kind.py")["by_kind"]
+    right = hold(Says("#### 7"), by_kind, row=a_row(kind="sum", answer="7"))
+    assert ([turn.reward for turn in right.turns], right.stop) == ([1.0], "done")
+    asked = hold(Says("a", "b"), by_kind, row=a_row(kind="talk"))
+    assert [one["content"] for one in asked.messages] == ["Hi", "a", "Are you sure?", "b"]
 
 
 def test_an_account_is_read_by_its_environment_and_rewards_are_added_to_the_replies_of_tools() -> None:

@@ -236,13 +236,20 @@ def cut_answers(trajectories: Sequence[Trajectory], limits: object, *, least: fl
     if not stops or len(stops) < least * len(finished):
         return None
     stop = max(CUT, key=stops.count)
-    name = CUT[stop]
     many = f"all {len(finished)}" if len(stops) == len(finished) else f"{len(stops)} of {len(finished)}"
     return (
         f"{many} conversations ended in the middle of an answer (stop/{stop} {stops.count(stop) / len(finished):.2g}), cut "
-        f"by limits.{name}={getattr(limits, name)}: the reward functions see incomplete answers. Either the limit is too low "
-        f"for this model (raise limits.{name}), or the model does not end its turns (a base model, or a wrong chat template: "
-        f"`turnwise doctor` shows the stop tokens)"
+        f"by limits.{CUT[stop]}={getattr(limits, CUT[stop])}. {advice_on_cut(stop)}"
+    )
+
+
+def advice_on_cut(stop: str) -> str:
+    """What follows from answers that the limit behind a stop reason cuts, and what helps; without a full stop."""
+    name = CUT[Stop(stop)]
+    return (
+        f"Reward functions see incomplete answers, and the environment is not shown them (only with "
+        f"SamplingChange(answers_cut=True), or in final_reply). Either limits.{name} is too low for this model: raise it; or the "
+        f"model does not end its turns (a base model, or a wrong chat template): `turnwise doctor` shows the stop tokens"
     )
 
 

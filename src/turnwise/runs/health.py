@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from turnwise.options.schema import Config
 from turnwise.options.section import Use
-from turnwise.record.metrics import CUT, cut_answers, lowest_correlation
+from turnwise.record.metrics import CUT, advice_on_cut, cut_answers, lowest_correlation
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Trajectory
@@ -206,8 +206,7 @@ class HealthMonitors:
             f"stop/{most}",
             f"the share of conversations that ended in the middle of an answer is {value:.3g}, most of them cut by {limit}",
             bound,
-            "The environment is not shown a cut answer (only with SamplingChange(answers_cut=True), or in final_reply), and "
-            "reward functions see it incomplete: raise the limit, or see with `turnwise doctor` whether the model ends its turns",
+            advice_on_cut(most),
         )
 
     def _tool_use(self) -> RunProblem | None:
