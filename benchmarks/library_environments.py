@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from learning_tasks import household
 from learning_tasks.fine_tuning import fine_tune
 from learning_tasks.pretraining import train_on_all_tokens
 from learning_tasks.start_model import make_model, make_tokenizer
@@ -153,13 +154,13 @@ def write_harbor_tasks(folder: Path) -> None:
                 path.write_text(text, encoding="utf-8")
 
 
-def games(own: str, script: str, held_out: int) -> Callable[[Path], None]:
-    """Writes games with the package of an environment of its own: 40 to train on, and held-out ones."""
+def games(own: str, script: str, train: range, held_out: range) -> Callable[[Path], None]:
+    """Writes games with the package of an environment of its own, one for each number."""
 
     def write(folder: Path) -> None:
-        for name, count, first in (("train", 40, 0), ("eval", held_out, 1000)):
+        for name, numbers in (("train", train), ("eval", held_out)):
             command = [ENGINES / own / "bin/python", HERE / "environment_tasks" / script, folder / name]
-            subprocess.run([*map(str, command), str(count), str(first)], check=True)
+            subprocess.run([*map(str, command), str(len(numbers)), str(numbers.start)], check=True)
 
     return write
 
@@ -175,38 +176,6 @@ def room(draws: random.Random) -> str:
     return f"-= Room =-\n{' '.join(text)} An exit to the {way}.\n\nCommands: {', '.join(commands)}"
 
 
-def household(draws: random.Random) -> list[tuple[str, str]]:
-    """Messages like ALFWorld's in a room with two places and a thing, each with one of the listed commands that go, take or
-    move."""
-    places, thing = sorted(draws.sample(PLACES, 2)), draws.choice(THINGS)
-    lies, at = draws.choice(places), ""
-    goal = places[1 - places.index(lies)]
-    shown = (
-        f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
-        f"a {places[0]} 1, and a {places[1]} 1.\n\nYour task is to: put {draws.choice(['a', 'some'])} {thing} "
-        f"{draws.choice(['in', 'on'])} {goal}."
-    )
-    turns = list[tuple[str, str]]()
-    while len(turns) < TURNS and lies != goal:
-        chores = [f"go to {place} 1" for place in places if place != at]
-        if lies == at:
-            chores.append(f"take {thing} 1 from {at} 1")
-        elif not lies and at:
-            chores.append(f"move {thing} 1 to {at} 1")
-        others = [*(f"examine {one} 1" for one in (thing if not lies else "", at) if one), "help", "inventory", "look"]
-        command = draws.choice(chores)
-        turns.append((f"{shown}\n\nCommands: {', '.join(sorted(chores + others))}", command))
-        match command.split()[0]:
-            case "go":
-                at = command.split()[2]
-                shown = f"You arrive at {at} 1. On the {at} 1, you see {f'a {thing} 1' if lies == at else 'nothing'}."
-            case "take":
-                lies, shown = "", f"You pick up the {thing} 1 from the {at} 1."
-            case _:
-                lies, shown = at, f"You move the {thing} 1 to the {at} 1."
-    return turns
-
-
 def digits(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
     """The largest digit, in an environment of `environment_tasks/`."""
     options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 4}, "train": {"steps": 40}}
@@ -217,12 +186,6 @@ NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
 INSTRUCTION = "{}: its largest digit to the file d"
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
-PLACES = ("desk", "shelf")
-THINGS = ("apple", "book", "mug", "plate")
-TURNS = 8
-"""Of ALFWorld's games, which are won with four."""
-_PLACE, _THING = f"({'|'.join(PLACES)}) 1", f"({'|'.join(THINGS)}) 1"
-CHORES = f"go to {_PLACE}|take {_THING} from {_PLACE}|move {_THING} to {_PLACE}"
 COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
 ONE_OF_THREE = 0.385
 """The chance that one of three random digits is the largest."""
@@ -301,7 +264,6 @@ TASKS = (
         asked(number, lambda draws, text: called("submit_answer", answer=digit(draws, text))),
         tools={"calculator": ("expr",), "submit_answer": ("answer",)},
         rows=both(lambda n: {"problem_id": str(n), "problem": f"{n:03}", "answer": int(largest(n))}),
-        own="aviary",
         base="digits",
         chance=ONE_OF_THREE,
     ),
@@ -350,30 +312,32 @@ TASKS = (
         asked(room, lambda draws, text: draws.choice(text.rpartition("Commands: ")[2].split(", "))),
         own="textworld",
         base="digits",
-        files=games("textworld", "coin_games.py", 32),
+        files=games("textworld", "coin_games.py", range(40), range(1000, 1032)),
     ),
     Task(
         "alfworld",
-        "pick_and_place_simple, two places",
+        "pick_and_place_simple, three places",
         {
             "environment": {
                 "use": "alfworld:{files}/train",
                 "arguments": {"eval_games": "{files}/eval", "admissible_commands": True, "instruction": ""},
             },
-            "limits": {"turns": TURNS, "tokens_per_turn": 40},
-            "sampling": {"response_format": {"type": "regex", "pattern": CHORES}},
-            # with 3e-3, the first step destroyed the start model
-            # with 1e-3, the third step had destroyed the start model
-            "train": {"steps": 40, "batch_size": 6, "lr": 2e-4},
-            "eval": {"every": 8},
+            "data": {"train": "environment", "eval": f"environment:{household.HELD_OUT}"},
+            "limits": {"turns": household.TURNS, "tokens_per_turn": 40},
+            "train": {"steps": 14, "batch_size": 4, "lr": 6e-4},
+            "eval": {"every": 7},
         },
-        household,
-        chance=0.31,
+        household.random_conversation,
         own="alfworld",
         words=512,
         width=64,
-        all_tokens=400,
-        files=games("alfworld", "household_games.py", 24),
+        all_tokens=800,
+        files=games(
+            "alfworld",
+            "household_games.py",
+            range(household.HELD_OUT, len(household.TRIPLES)),
+            range(household.HELD_OUT),
+        ),
     ),
     Task(
         "nemo_gym",
@@ -472,7 +436,8 @@ def prepare(task: Task, out: Path) -> None:
     if task.base:
         prepare(next(other for other in TASKS if start_name(other) == task.base), out)
     sharing = [other for other in TASKS if start_name(other) == start_name(task)]
-    lines = [json.dumps(conversation(sharing[count % len(sharing)], draws)) for count in range(4096)]
+    count = 8192 if task.all_tokens else 4096
+    lines = [json.dumps(conversation(sharing[number % len(sharing)], draws)) for number in range(count)]
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     options: dict[str, Any] = {"steps": 200, "batch_size": 48, "lr": 3e-3, "warmup_steps": 10}
     if task.base:
@@ -480,7 +445,7 @@ def prepare(task: Task, out: Path) -> None:
         options |= {"steps": 300, "batch_size": 24, "lr_schedule": "cosine"}
     else:
         model_path = folder / "random"
-        tokenizer = make_tokenizer(learned_from(lines), task.words) if task.words else make_tokenizer()
+        tokenizer = make_tokenizer(learned_from(lines[:2048]), task.words) if task.words else make_tokenizer()
         tokenizer.chat_template = TEMPLATE
         model = make_model(tokenizer, task.width)
         model.config.max_position_embeddings = CONTEXT

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from credit_toy import Action, Problem, expected_gradient
 from docs_site import MOVED, notebook_page, outside_fences, problems, redirect, site_pages, stage
-from learning_tasks import digging
+from learning_tasks import digging, household
 from learning_tasks.report import Curve, Point, markdown
 from learning_tasks.setups import TASKS
 
@@ -404,6 +404,28 @@ def test_each_task_of_the_benchmark_of_libraries_is_a_recipe_of_its_provider(tas
     answers = {message["content"] for one in conversations for message in one["messages"][1::2]}
     assert len(answers) > 1  # random, so that there is something to learn
     assert max(map(len, answers)) < config.limits.tokens_per_turn  # a byte is a token, and a turn has an end
+
+
+def test_no_held_out_triple_is_in_a_room_of_alfworlds_start_model_but_each_of_its_names_is():
+    draws = random.Random(0)
+    held_out = household.TRIPLES[: household.HELD_OUT]
+    rooms = [household.random_room(draws) for _ in range(500)]
+    seen = {(one.target, one.at[one.target], one.goal) for one in rooms}
+    assert not seen & set(held_out)
+    assert {name for triple in held_out for name in triple} <= {name for triple in seen for name in triple}
+
+
+def test_alfworlds_start_model_sees_listed_commands_and_the_expert_wins_with_four_or_five():
+    draws = random.Random(0)
+    for triple in household.TRIPLES[:50]:
+        turns = household.played(household.room(triple, 0), draws)
+        assert all(command in text.partition("Commands: ")[2].split(", ") for text, command in turns)
+        game = household.Game(household.room(triple, 0))
+        for _ in range(4):
+            game.step(game.expert(draws))
+        if game.at[game.target] != game.goal:
+            game.step(game.expert(draws))
+        assert game.at[game.target] == game.goal
 
 
 # The environments of the real engines: when they count as complete, and the stub modules of SGLang's

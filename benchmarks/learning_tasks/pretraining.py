@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 __all__ = ["train_on_all_tokens"]
 
-WARM_UP, BATCH, LR = 20, 16, 3e-3
+CYCLES, WARM_UP, BATCH, LR = 2, 40, 16, 3e-3
 
 
 def train_on_all_tokens(
@@ -23,20 +23,28 @@ def train_on_all_tokens(
     steps: int,
     folder: Path,
 ) -> None:
-    """Train with AdamW, the learning rate falling to 0.02 of the first, and write the model to `folder`."""
-    torch.manual_seed(0)
-    draws = random.Random(0)
+    """Train twice for `steps`, each time with AdamW and a learning rate that falls to 0.02 of the first, and write the model to
+    `folder`."""
     texts = [str(tokenizer.apply_chat_template(list(messages), tokenize=False)) for messages in conversations]
     data = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    model.train()
+    for cycle in range(CYCLES):
+        random.Random(cycle).shuffle(data)
+        _train(model, data, tokenizer.pad_token_id, steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _train(model: Qwen3ForCausalLM, data: Sequence[list[int]], pad: int, steps: int) -> None:
+    """One cycle of the learning rate. Each conversation is trained on before one is repeated."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, step / WARM_UP) * max(0.02, 1 - step / steps)
     )
-    model.train()
-    for _ in range(steps):
-        chosen = draws.choices(data, k=BATCH)
+    for step in range(steps):
+        chosen = [data[number % len(data)] for number in range(step * BATCH, (step + 1) * BATCH)]
         longest = max(map(len, chosen))
-        tokens_BT = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids in chosen])
+        tokens_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in chosen])
         labels_BT = torch.tensor([ids + [-100] * (longest - len(ids)) for ids in chosen])
         loss = model(input_ids=tokens_BT, labels=labels_BT).loss
         optimizer.zero_grad()
@@ -44,5 +52,3 @@ def train_on_all_tokens(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
