@@ -264,6 +264,7 @@ TASKS = (
         asked(number, lambda draws, text: called("submit_answer", answer=digit(draws, text))),
         tools={"calculator": ("expr",), "submit_answer": ("answer",)},
         rows=both(lambda n: {"problem_id": str(n), "problem": f"{n:03}", "answer": int(largest(n))}),
+        own="aviary",
         base="digits",
         chance=ONE_OF_THREE,
     ),
