@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import yaml
-from transformers import Qwen3Config
+from transformers import Gemma4TextConfig, Qwen3Config
 
 from support.hybrids import save_hybrid
 from support.mixtures import CONFIGS, mixture
@@ -437,3 +437,11 @@ def test_what_the_scan_of_mamba_keeps_is_predicted(tmp_path: Path) -> None:
     assert kept > 2 * 4 * 4 * tokens * channels * states  # two such layers, four float32 tensors in each
     assert traced_pass(options, read_model_config(str(path))).activations == pytest.approx(kept, rel=0.01)
     del hidden
+
+
+def test_keys_of_layers_of_different_sizes_are_added_up() -> None:
+    """Five of six layers of Gemma 4 have heads of 256, the sixth of 512; each has four heads of keys, and as many of values."""
+    model = Gemma4TextConfig(num_hidden_layers=12)
+    of_token = 2 * 4 * (10 * 256 + 2 * 512) * 2
+    assert memory.kv_bytes(config(), model, 1000, dtype="bfloat16") == 1000 * of_token
+    assert memory.kv_bytes(config(), model, 1000, dtype="float32") == 2 * 1000 * of_token

@@ -93,7 +93,13 @@ def test_many_answers_that_are_cut_are_told_with_the_limit_that_cuts_most(stop: 
     assert f"middle of an answer is {value}, most of them cut by limits.{limit} (mean of steps 1 to 3" in finding.text
     assert f"Either limits.{limit.partition('=')[0]} is too low for this model: raise it; or the model" in finding.text
     assert f"`turnwise show runs/x --metric stop/{stop}`" in finding.text
+    assert "In step 1" not in finding.text
     assert names(HealthMonitors(made(train={"steps": 1}, health={"cut": None})), many) == [[]]
+    monitors = HealthMonitors(made(train={"steps": 2, "lr": 0.3}, output="runs/x"))
+    assert names(monitors, {"stop/done": 1.0}) == [[]]
+    (finding,) = monitors.findings({"step": 2, f"stop/{stop}": 1.0}, [])
+    assert "In step 1, only 0 of the conversations were cut" in finding.text
+    assert "from the start with a lower train.lr; it is 0.3)" in finding.text
 
 
 def test_a_slow_rank_is_named_with_its_machine() -> None:

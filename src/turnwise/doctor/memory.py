@@ -41,7 +41,7 @@ from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
-from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes
+from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes, layer_configs
 from turnwise.models.precision import autocast
 from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.models.vision import VisionAdapter
@@ -500,7 +500,10 @@ def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> f
     if set(types).intersection(RECURRENT_TYPES):
         token, states = bytes_kept(empty_model(assembly.model_source(config), model_config), getattr(torch, dtype))
     else:
-        token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)
+        token = 0
+        for layer in layer_configs(text):
+            facts = {name: getattr(layer, name, None) for name in KV_FACTS}
+            token += kv_token_bytes({**facts, "num_hidden_layers": 1}, dtype)
     return float(token * tokens + states)
 
 

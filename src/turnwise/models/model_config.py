@@ -217,6 +217,14 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
     )
 
 
+def layer_configs(text_config: Any) -> list[Any]:
+    """The configurations of the layers of a loaded model's text part: that of the model for each layer, unless layers have
+    different sizes, as in Gemma 4, whose own configuration refuses to be asked for a size."""
+    if getattr(text_config, "is_heterogeneous", False):
+        return list(text_config.per_layer_config)
+    return [text_config] * text_config.num_hidden_layers
+
+
 def kv_heads(config: Mapping[str, Any]) -> int:
     """The heads of keys and values of a layer of the model with this config.json."""
     text = config.get("text_config") or config

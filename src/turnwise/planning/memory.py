@@ -47,6 +47,7 @@ from turnwise.models.model_config import (
     DIVIDED_STYLES,
     RECURRENT_TYPES,
     context_length,
+    layer_configs,
     planned_styles,
     refuse_indivisible,
     refuse_uncut,
@@ -271,10 +272,13 @@ def _key_bytes(config: Config, model_config: Any, workload: Workload, section: s
     text, tokens = model_config.get_text_config(), getattr(config, section).micro_batch_tokens
     if tokens is None:
         tokens = config.cluster.mesh.context * default_tokens(on_gpu(config))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = max(
+        (getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
+        * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
+        for one in layer_configs(text)
+    )
     exact = (config.cluster.fsdp.param_dtype or config.model.dtype) == "float32"
-    return 2 * max(tokens, workload.tokens) * heads * size * ((4 if exact else 2) + 2 * 4)
+    return 2 * max(tokens, workload.tokens) * size * ((4 if exact else 2) + 2 * 4)
 
 
 def _part_with_state(model_config: Any) -> float:
@@ -284,8 +288,9 @@ def _part_with_state(model_config: Any) -> float:
 
 
 def _of_one_rank(model_config: Any, tensor: int) -> Any:
-    """The configuration of a model whose layers have the sizes of a rank's part. The model's own for one rank."""
-    if tensor == 1:
+    """The configuration of a model whose layers have the sizes of a rank's part. The model's own for one rank, and for layers of
+    different sizes: then the prediction is too large."""
+    if tensor == 1 or getattr(model_config.get_text_config(), "is_heterogeneous", False):
         return model_config
     refuse_indivisible(model_config, tensor)
     own = copy.deepcopy(model_config)

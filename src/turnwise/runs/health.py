@@ -73,6 +73,8 @@ class _Limit:
     """Whether the last step of a run that is shorter than the window is enough."""
 
 
+_FEW_CUT = 0.2
+"""At most this share of the conversations of the first step were cut if the model could end its turns."""
 _LIMITS = (
     _Limit(
         "zero_std",
@@ -206,7 +208,20 @@ class HealthMonitors:
             f"stop/{most}",
             f"the share of conversations that ended in the middle of an answer is {value:.3g}, most of them cut by {limit}",
             bound,
-            advice_on_cut(most),
+            advice_on_cut(most) + self.broken_since_the_start(),
+        )
+
+    def broken_since_the_start(self) -> str:
+        """What many cut answers mean in addition if the first step had few: the model could end its turns. Empty if it had
+        many, or is the only step."""
+        first = self._first[0] if self._first else {}
+        share = sum(first.get(f"stop/{stop}") or 0.0 for stop in CUT)
+        if not first or share > _FEW_CUT:
+            return ""
+        return (
+            f". In step {first['step']}, only {share:.2g} of the conversations were cut: if the answers are no language any "
+            f"more, the updates have broken the model (train again from the start with a lower train.lr; it is "
+            f"{self.config.train.lr:g})"
         )
 
     def _tool_use(self) -> RunProblem | None:
@@ -372,8 +387,9 @@ class LearningWatch:
         self._compared |= {one.policy for one in agents if any(one.has_advantage(turn.index) for turn in one.turns)}
         if not finished:
             return []
+        cut = cut_answers(finished, self.config.limits, least=1.0)
         findings = {
-            "cut": cut_answers(finished, self.config.limits, least=1.0),
+            "cut": cut and cut + self._monitors.broken_since_the_start(),
             "constant_reward": self._without_difference(metrics, groups, finished),
             "unused_policy": self._unused_policy(metrics),
             "tool_calls": self._unread_calls([*finished, *agents]),
