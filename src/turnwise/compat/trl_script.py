@@ -96,11 +96,11 @@ def read_script(path: Path) -> TrainingScript:
     adapters = [call for name, call in calls if name == "LoraConfig"]
     trainers = [call for name, call in calls if name == name_of_trainer(script.trainer)]
     for call in trainers[:1]:
-        given = _given(call)
-        _take_objects(script, tree, given)
+        given, assigned = _given(call), _assignments(tree)
+        _take_objects(script, tree, given, assigned)
         for key, value in given.items():
             if key == "model":
-                _take(script, "model_name_or_path", _followed(value, _assignments(tree)))
+                _take(script, "model_name_or_path", _followed(value, assigned))
             elif key == "peft_config" and len(adapters) != 1:
                 script.others.append((key, ast.unparse(value), f"line {value.lineno} names no only LoraConfig(...)"))
             elif key in _OBJECTS and not _is_none(value) and not (key == "tools" and script.tools):
@@ -120,14 +120,15 @@ def _given(trainer: ast.Call) -> dict[str, ast.expr]:
     return first | {keyword.arg: keyword.value for keyword in trainer.keywords if keyword.arg is not None}
 
 
-def _take_objects(script: TrainingScript, tree: ast.Module, given: Mapping[str, ast.expr]) -> None:
+def _take_objects(
+    script: TrainingScript, tree: ast.Module, given: Mapping[str, ast.expr], assigned: Mapping[str, ast.expr]
+) -> None:
     """The reward functions, the tools and the data sets that a trainer is `given`, by the names that the script gives them at its
     top."""
     script.defined = {
         node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     script.trains_when_imported = not all(_only_defines(node) for node in tree.body)
-    assigned = _assignments(tree)
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)

@@ -41,7 +41,7 @@ from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
-from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes, layer_configs
+from turnwise.models.model_config import RECURRENT_TYPES, context_length, key_widths
 from turnwise.models.precision import autocast
 from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.models.vision import VisionAdapter
@@ -500,10 +500,7 @@ def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> f
     if set(types).intersection(RECURRENT_TYPES):
         token, states = bytes_kept(empty_model(assembly.model_source(config), model_config), getattr(torch, dtype))
     else:
-        token = 0
-        for layer in layer_configs(text):
-            facts = {name: getattr(layer, name, None) for name in KV_FACTS}
-            token += kv_token_bytes({**facts, "num_hidden_layers": 1}, dtype)
+        token = 2 * sum(key_widths(text)) * getattr(torch, dtype).itemsize
     return float(token * tokens + states)
 
 

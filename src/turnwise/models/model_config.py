@@ -196,8 +196,6 @@ def rounding_of_ratios(largest_logit: float) -> float:
 
 # KV cache: bytes of a token, and its size on a CPU
 
-KV_FACTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-"""The entries of config.json that say how large a token is."""
 _CPU_MEMORY_GB = 1.0
 _SPARE_TOKENS = 512
 """Tokens besides one sequence that the smallest KV cache holds: vLLM divides it into blocks, and uses some of them itself."""
@@ -217,12 +215,18 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
     )
 
 
-def layer_configs(text_config: Any) -> list[Any]:
-    """The configurations of the layers of a loaded model's text part: that of the model for each layer, unless layers have
-    different sizes, as in Gemma 4, whose own configuration refuses to be asked for a size."""
+def key_widths(text_config: Any) -> list[int]:
+    """The numbers of a token's keys in each layer of a loaded model's text part; it has as many values. Layers may have different
+    sizes, as in Gemma 4, whose own configuration refuses to be asked for one."""
     if getattr(text_config, "is_heterogeneous", False):
-        return list(text_config.per_layer_config)
-    return [text_config] * text_config.num_hidden_layers
+        return [_key_width(layer) for layer in text_config.per_layer_config]
+    return [_key_width(text_config)] * text_config.num_hidden_layers
+
+
+def _key_width(layer: Any) -> int:
+    heads = layer.num_attention_heads
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return (getattr(layer, "num_key_value_heads", None) or heads) * size
 
 
 def kv_heads(config: Mapping[str, Any]) -> int:

@@ -47,7 +47,7 @@ from turnwise.models.model_config import (
     DIVIDED_STYLES,
     RECURRENT_TYPES,
     context_length,
-    layer_configs,
+    key_widths,
     planned_styles,
     refuse_indivisible,
     refuse_uncut,
@@ -272,13 +272,9 @@ def _key_bytes(config: Config, model_config: Any, workload: Workload, section: s
     text, tokens = model_config.get_text_config(), getattr(config, section).micro_batch_tokens
     if tokens is None:
         tokens = config.cluster.mesh.context * default_tokens(on_gpu(config))
-    size = max(
-        (getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
-        * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
-        for one in layer_configs(text)
-    )
+    width = max(key_widths(text))
     exact = (config.cluster.fsdp.param_dtype or config.model.dtype) == "float32"
-    return 2 * max(tokens, workload.tokens) * size * ((4 if exact else 2) + 2 * 4)
+    return 2 * max(tokens, workload.tokens) * width * ((4 if exact else 2) + 2 * 4)
 
 
 def _part_with_state(model_config: Any) -> float:
