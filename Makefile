@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # a third of the quick tests' time is waiting for processes and clocks: on two cores, four processes are faster than two
-QUICK := -n 4 --dist worksteal
+QUICK ?= -n 4 --dist worksteal
 
 .PHONY: help demo demo-real install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view pictures lint check docs format wheel bench models memory-table mutants clean
 

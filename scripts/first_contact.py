@@ -97,9 +97,15 @@ class Place:
             Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
         return path
 
-    def model(self, dtype: str = "bfloat16", path: Path | None = None) -> Any:
+    def model(self, dtype: str = "bfloat16", path: Path | None = None, kernels: Any = "auto") -> Any:
         """The loaded model, on the device."""
-        return load_model(ModelSource(path=str(path or self.model_path()), dtype=dtype, device=str(self.device)))
+        source = {
+            "path": str(path or self.model_path()),
+            "dtype": dtype,
+            "device": str(self.device),
+            "kernels": kernels,
+        }
+        return load_model(ModelSource.model_validate(source))
 
     def profiled(self, name: str, work: Callable[[], object]) -> None:
         """Write the table of the profiler to a file."""
@@ -144,7 +150,7 @@ def probes(at: Place) -> Facts:
             for kind in (FusedForward, GenericForward):
                 facts[f"{name} {kind.__name__}: difference, limit"] = logit_difference(kind(model), model)
             facts[f"{name} shares prompts"] = forward_module.try_tree_attention(model)
-            facts[f"{name} would by its own logits"] = forward_module._with_tree(at.model(dtype, path))
+            facts[f"{name} would by its own logits"] = forward_module._with_tree(at.model(dtype, path), gradients=False)
     return facts
 
 
@@ -240,13 +246,14 @@ def workload(kind: str, vocabulary: int, shorter: int) -> list[Trajectory]:
 def trainer(at: Place) -> Facts:
     """Seconds of an update, the share of the device's speed, and the peak of its memory."""
     facts: Facts = {}
-    for name, dtype, autocast in (
-        ("bf16", "bfloat16", False),
-        ("autocast", "float32", True),
-        ("fp32", "float32", False),
+    for name, dtype, autocast, kernels in (
+        ("bf16", "bfloat16", False, "auto"),
+        ("bf16, kernels=none", "bfloat16", False, "none"),
+        ("autocast", "float32", True, "auto"),
+        ("fp32", "float32", False, "auto"),
     ):
         for kind in ("group", "alone", "turns") if name == "bf16" else ("alone",):
-            learner = LocalLearner(at.model(dtype), sampling=Sampling(), autocast=autocast)
+            learner = LocalLearner(at.model(dtype, kernels=kernels), sampling=Sampling(), autocast=autocast)
             needed, model = learner.requirements, learner.model
             batch = pack(
                 workload(kind, model.config.vocab_size, 16 if at.small else 1),

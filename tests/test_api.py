@@ -69,6 +69,7 @@ def local_objects() -> tuple[Any, Any, Any]:
     return ask, length, look_up
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_objects_left")
 def test_train_with_live_objects(model: Path, tmp_path: Path) -> None:
     ask, length, look_up = local_objects()
@@ -102,6 +103,7 @@ def test_train_with_live_objects(model: Path, tmp_path: Path) -> None:
     assert list(record.to_pandas(result.directory)["row"]) == list(frame["row"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_objects_left")
 def test_a_resumed_run_finds_its_objects(model: Path, tmp_path: Path) -> None:
     ask, _, _ = local_objects()
@@ -253,6 +255,7 @@ def no_objects_left() -> Iterator[None]:
     references._objects.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_objects_left")
 def test_curves_are_drawn_without_changing_the_backend_of_a_notebook(tmp_path: Path) -> None:
     code = """
@@ -651,6 +654,14 @@ def test_a_push_is_one_commit_of_model_card_recipe_and_model(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FakeHub.received = []
+    rows = run.parent / "private" / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.touch()
+    config = run / "config.yaml"
+    config.write_text(
+        f"{config.read_text()}\ndata: {{train: ['{rows}', org/rows], eval: /no/such/rows.jsonl}}\n"
+        f"environment: {rows.parent}/env.py:game\n"
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -666,4 +677,8 @@ def test_a_push_is_one_commit_of_model_card_recipe_and_model(
     card = base64.b64decode(files["README.md"]["content"]).decode()
     assert "| `train.lr` | `0.001` |" in card
     assert "of peft" not in card
+    recipe = base64.b64decode(files["recipe.yaml"]["content"]).decode()
+    assert str(rows.parent) not in card + recipe  # a person's directories are nobody else's
+    assert yaml.safe_load(recipe)["data"] == {"train": ["rows.jsonl", "org/rows"], "eval": "/no/such/rows.jsonl"}
+    assert yaml.safe_load(recipe)["environment"] == "env.py:game"
     assert "3 files are in" in capsys.readouterr().out

@@ -169,6 +169,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "doctor.fit",
         "doctor.memory",
         "doctor.template",
+        "planning.memory",
         "engines",
         "json_yaml",
         "models",
@@ -466,6 +467,7 @@ def _writes_reward(node: ast.AST) -> bool:
     return any(isinstance(leaf, ast.Attribute) and leaf.attr == "reward" for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_the_reward_of_a_turn_is_written_in_one_place() -> None:
     writers = {
         (path.relative_to(SOURCE).as_posix(), function.name)

@@ -591,6 +591,7 @@ def test_calls_beyond_the_recipes_bound_are_told_so(tools_user: str) -> None:
     assert second.startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
 
 
+@pytest.mark.slow
 def test_the_tools_of_mcp_servers_stand_beside_the_others(tools_user: str, mcp: str, tmp_path: Path) -> None:
     config = tools_a_config(
         tools=[f"{tools_user}:long"], mcp={"servers": mcp, "select": ["add", "pid"], "use": f"{tools_user}:Short"}
@@ -653,6 +654,7 @@ def test_options_of_tools_that_would_do_nothing_are_refused(
     assert message.replace("{user}", tools_user) in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_mcp_tool_of_the_name_of_another_one_is_refused(tools_user: str, mcp: str, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("def add(a: int) -> int:\n    'Add.'\n    return a\n")
     with pytest.raises(ConfigError, match="two tools have the name 'add'"):

@@ -4,6 +4,7 @@ host waits no more often than it did when this was written."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.utils._pytree import tree_leaves
 
 import test_train
 from runs.test_trained_policies import GAME
@@ -23,11 +25,14 @@ from support.tiny import BLOCKS_OF_4_BITS, save_model, tiny_model
 from support.vision import picture, save_vision_model
 from training import test_vision
 from training.test_batch import conversations
+from training.test_kernels import installed_kernels
 from turnwise.doctor import fit
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.scheduler import _inverse_cdf
 from turnwise.errors import ConfigError, RunError
 from turnwise.models import device, loading
 from turnwise.models.device import GpuMemory
+from turnwise.models.distribution import sampling_logits
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.quantization import linear_layers
 from turnwise.options.algorithm import Gmpo, Gspo, LoraSection, LossSection, OptimizationSection, PpoClip
@@ -99,6 +104,20 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
+def test_a_run_with_fused_kernels_mixes_nothing(
+    recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with installed_kernels(monkeypatch) as library, caplog.at_level("INFO"):
+        (metrics,) = trained(recipe, "model.lora.rank=4", "model.gradient_checkpointing=true", "loss.kl_coef=0.1")
+        assert library.CALLS["silu_mul"] > library.CALLS["rope"] / 2 > 0
+    assert "model.kernels=auto: liger-kernel 0.8.5 computes 2 rotary embeddings, 9 RMSNorm, 2 SwiGLU" in caplog.text
+    assert metrics["tokens/trained"] > 0
+    assert metrics["failed"] == 0
+    assert metrics["ratio/max_deviation"] < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", QUICK.values(), ids=QUICK)
 def test_a_run_on_the_device_mixes_nothing(
     options: list[str], recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +132,7 @@ def test_a_run_on_the_device_mixes_nothing(
         assert metrics["ratio/max_deviation"] < (0.3 if "model.dtype=bfloat16" in options else 1e-3)
 
 
+@pytest.mark.slow
 def test_several_trained_policies_mix_nothing(recipe: Path, traffic: Traffic) -> None:
     game = recipe.parent / "game.py"
     game.write_text(GAME, encoding="utf-8")
@@ -129,6 +149,7 @@ def test_several_trained_policies_mix_nothing(recipe: Path, traffic: Traffic) ->
         assert metrics[f"{policy}ratio/max_deviation"] < 1e-3
 
 
+@pytest.mark.slow
 def test_weights_in_4_bits_mix_nothing_and_resume_what_a_cpu_has_begun(recipe: Path) -> None:
     save_model(recipe.parent / "wide", **BLOCKS_OF_4_BITS)
     options = [*IN_4_BITS, f"model.path={recipe.parent / 'wide'}", "checkpoint.every=1"]
@@ -209,6 +230,7 @@ def test_every_way_to_train_mixes_nothing(options: list[str], recipe: Path, traf
         assert metrics["failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_of_a_cpu_goes_on_on_the_device(recipe: Path) -> None:
     trained(recipe, "checkpoint.every=1", device="cpu")
     with fake_cuda() as traffic:
@@ -217,6 +239,7 @@ def test_a_run_of_a_cpu_goes_on_on_the_device(recipe: Path) -> None:
     assert not traffic.mixed
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_card(recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was computed for the first card is computed anew; its data type is part of the run."""
     card, capability = GpuMemory("NVIDIA H100", 80 * 2**30, 80 * 2**30), (9, 0)
@@ -243,6 +266,7 @@ def test_a_run_goes_on_on_another_card(recipe: Path, traffic: Traffic, monkeypat
     assert second.train.micro_batch_tokens is not None
 
 
+@pytest.mark.slow
 def test_images_on_the_device(tmp_path: Path, traffic: Traffic) -> None:
     picture(16, 8, seed=1).save(tmp_path / "1.png")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>What is it?", "images": ["1.png"]}) + "\n")
@@ -292,6 +316,118 @@ def stepped(
 def test_every_optimizer_steps_and_resumes_on_the_device(options: dict[str, Any], traffic: Traffic) -> None:
     resumed = stepped(options, stepped(options).state())
     assert resumed.steps == 2
+
+
+OF_STEPS: dict[str, dict[str, Any]] = {
+    **{name: options for name, options in OPTIMIZERS.items() if name != "offload"},
+    "8 bits": {"name": "adamw_8bit"},
+    "float32": {},
+}
+
+
+def of_steps(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors of an optimizer that only steps need, but single numbers."""
+    state = [one for values in optimizer._optimizer.state.values() for one in values.values()]
+    copies = optimizer.masters if optimizer.keeps_copies else []
+    return [one for one in (*copies, *optimizer.errors, *state) if isinstance(one, torch.Tensor) and one.dim()]
+
+
+def saved(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state, as a checkpoint brings it back."""
+    torch.save(optimizer.state(), file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def flat(state: Any) -> list[Any]:
+    return [one.tolist() if isinstance(one, torch.Tensor) else one for one in tree_leaves(state)]
+
+
+@pytest.mark.parametrize("kind", OF_STEPS)
+def test_what_only_steps_need_leaves_the_device_and_changes_nothing(
+    kind: str, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "8 bits":
+        monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", lambda tensor: None)
+    exact = kind in ("8 bits", "float32")
+
+    def new(offload: str) -> Optimizer:
+        torch.manual_seed(0)
+        tensors = [torch.nn.Parameter(torch.randn(64, 80)) for _ in range(2)]
+        parameters: list[Any] = [on_device(one if exact else one.bfloat16()) for one in tensors]
+        options = {"optimizer": {**OF_STEPS[kind], "offload": offload}}
+        return Optimizer(parameters, OptimizationSection.model_validate(options))
+
+    def step(optimizer: Optimizer, number: int) -> list[Any]:
+        torch.manual_seed(number)
+        for parameter in optimizer.parameters:
+            parameter.grad = on_device(torch.randn(64, 80).to(parameter.dtype))
+        optimizer.step(1e-2)
+        return [parameter.tolist() for parameter in optimizer.parameters]
+
+    stays, leaves = new("none"), new("sampling")
+    for number in range(3):
+        stays.leave()
+        leaves.leave()
+        assert {one.device.type for one in of_steps(stays)} <= {"cuda"}
+        assert {one.device.type for one in of_steps(leaves)} <= {"cpu"}
+        assert all(parameter.grad is None for parameter in (*stays.parameters, *leaves.parameters))
+        assert flat(saved(leaves)) == flat(saved(stays))
+        assert step(leaves, number) == step(stays, number)
+    assert {one.device.type for one in of_steps(leaves)} == {"cuda"}
+    leaves.leave()
+    kept = [one.data_ptr() for one in of_steps(leaves)]
+    assert kept
+    resumed = new("sampling")
+    resumed.leave()
+    resumed.load_state(saved(leaves))
+    with torch.no_grad():
+        for own, other in zip(resumed.parameters, stays.parameters, strict=True):
+            own.copy_(other)
+    assert step(resumed, 3) == step(leaves, 3) == step(stays, 3)
+    leaves.leave()
+    assert [one.data_ptr() for one in of_steps(leaves)] == kept  # pinned memory takes long to get
+
+
+IN_TURNS = {
+    "all weights, critic": ["model.dtype=bfloat16", "credit=gae"],
+    "LoRA, two steps an update": ["model.lora.rank=4", "train.minibatches=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", IN_TURNS.values(), ids=IN_TURNS)
+def test_optimizers_leave_the_device_while_conversations_are_sampled(
+    options: list[str], recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizers: list[Optimizer] = []
+    sampling: list[set[str]] = []
+    made, generate = Optimizer.__init__, LocalEngine.generate
+
+    def make(self: Optimizer, *arguments: Any, **given: Any) -> None:
+        made(self, *arguments, **given)
+        optimizers.append(self)
+
+    async def sample(self: LocalEngine, request: Request) -> Any:
+        sampling.append({one.device.type for optimizer in optimizers for one in of_steps(optimizer)})
+        return await generate(self, request)
+
+    monkeypatch.setattr(Optimizer, "__init__", make)
+    monkeypatch.setattr(LocalEngine, "generate", sample)
+
+    def results(*more: str) -> tuple[list[dict[str, Any]], list[set[str]]]:
+        optimizers.clear()
+        sampling.clear()
+        found = trained(recipe, *options, "checkpoint.every=1", *more)
+        return test_train.timeless(found), [*filter(None, sampling)]
+
+    stayed, on_device = results("train.steps=2")
+    left, on_host = results("train.steps=2", "replace=true", "train.optimizer.offload=sampling")
+    assert left == stayed
+    assert on_device.count({"cuda"}) == len(on_device) == len(on_host) == on_host.count({"cpu"}) > 0
+    results("replace=true", "train.optimizer.offload=sampling")
+    resumed, on_host = results("train.steps=2", "resume=auto", "train.optimizer.offload=sampling")
+    assert resumed == stayed
+    assert on_host.count({"cpu"}) == len(on_host) > 0
 
 
 @pytest.mark.parametrize("source", ["cpu", "ranks"])
@@ -353,6 +489,7 @@ MODELS: dict[str, tuple[Callable[[Path], Any], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "copies"), MODELS.values(), ids=MODELS)
 def test_a_decode_step_copies_its_indices_there_and_once_back(
     make: Callable[[Path], Any], copies: float, traffic: Traffic, tmp_path: Path
@@ -395,6 +532,38 @@ def test_a_turn_after_a_cached_one_is_read_by_a_fast_kernel(traffic: Traffic, mo
         assert not grouped
         assert mask.is_cuda
         assert mask.stride(0) % 8 == 0
+
+
+def test_a_single_row_is_summed_beside_another(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a row alone to a kernel of GPUs whose sums may fall: a token of probability 0 could be drawn."""
+    rows: list[int] = []
+    plain = torch.Tensor.cumsum
+
+    def note(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(tensor))
+        return plain(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", note)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    for place, summed in (("cuda", 2), ("cpu", 1)):
+        rows.clear()
+        kept = sampling_logits(logits.to(place), top_p_N=0.7).cpu()
+        assert kept.tolist() == [[-torch.inf, 3.0, 2.0, -torch.inf]]
+        probs = kept.softmax(dim=-1).to(place)
+        drawn = [_inverse_cdf(probs, np.array([uniform], np.float32)).item() for uniform in (0.0, 0.7, 0.999999)]
+        assert drawn == [1, 1, 2]
+        assert set(rows) == {summed}
+
+
+def test_attention_on_a_gpu_makes_no_plans_of_cudnn(
+    model: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    load_model(ModelSource(path=str(model), device="cpu"))
+    assert chosen == []
+    load_model(ModelSource(path=str(model), device="cuda"))
+    assert chosen == [False]
 
 
 LOSSES: dict[str, LossSection] = {"ppo_clip": PpoClip(), "gspo": Gspo(), "turns": Gspo(level="turn"), "gmpo": Gmpo()}

@@ -63,6 +63,7 @@ def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert notes == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_root")
 def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -148,6 +149,7 @@ def gsm8k(folder: Path, source: Path | None) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_root")
 def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = SHARED / "gsm8k"
@@ -175,6 +177,7 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_root")
 def test_gsm8k_runs_in_a_clone_as_it_is_and_without_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -254,6 +257,7 @@ def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
     assert any(outcome["error"] is None and (outcome["content"] or "").lstrip("-").isdigit() for outcome in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_root")
 def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:
     conversations = two_steps("gym", tmp_path / "run", "limits.tokens_per_turn=64")
@@ -332,6 +336,7 @@ def test_the_demo_learns_what_it_promises(tmp_path: Path) -> None:
     assert before["reward/mean"] <= 0.6
     assert after["reward/mean"] >= 0.9
     assert "held-out questions" in done.stdout
+    assert "held-out reward 0." in done.stdout  # with intervals and the paired test
     assert (out / "curve.png").stat().st_size > 10_000
 
 

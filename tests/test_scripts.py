@@ -36,6 +36,21 @@ from turnwise.rewards.credit.critic import turn_gae
 from turnwise.rewards.credit.outcome import grpo
 from turnwise.rewards.credit.turns import gigpo, igpo, kevin, mt_grpo, turn_return
 
+# scripts/first_contact.py, which nobody wants to mend when a GPU is there.
+
+
+@pytest.mark.slow
+def test_the_script_of_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
+    """It is for the first minutes with a GPU, when nobody wants to mend it; it uses names of modules that change."""
+    script = Path(__file__).parent.parent / "scripts" / "first_contact.py"
+    out = tmp_path / "out"
+    words = ["--small", "--device", "cpu", "--only", "machine,probes,attention,sampler", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, cwd=tmp_path)
+    sections = [json.loads(line) for line in (out / "first_contact.jsonl").read_text().splitlines()]
+    assert [section["section"] for section in sections] == words[4].split(","), done.stderr[-2000:]
+    assert [section.get("failed") for section in sections] == [None] * 4
+
+
 # scripts/measure.py counts what it says, and reports what is over its bound.
 
 
@@ -173,6 +188,7 @@ def table() -> ModuleType:
     return model_table
 
 
+@pytest.mark.slow
 def test_the_page_has_all_families(table: ModuleType) -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     works, refused = page.split("## Refused")
@@ -312,11 +328,13 @@ def test_the_numbers_of_digging_are_those_of_its_problem():
     assert digging_problem(-50, 0).value("first") == pytest.approx(0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [grpo, turn_return, gigpo, turn_gae])
 def test_unbiased_estimators_learn_to_dig(estimator):
     assert end_of(estimator) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [mt_grpo, igpo])
 def test_estimators_that_centre_rewards_first_learn_to_stop_at_once(estimator):
     assert end_of(estimator) == pytest.approx(0.4, abs=0.01)
@@ -360,7 +378,7 @@ def test_curves_over_tokens_are_compared_at_equal_tokens():
 
 @pytest.mark.slow
 def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
-    setups = ("grpo", "mt_grpo")  # what the other estimators converge to is computed above, with the exact gradient
+    setups = ("mt_grpo",)  # what the other estimators converge to is computed above, with the exact gradient
     command = [
         sys.executable,
         LEARNING_ROOT / "benchmarks" / "learning.py",
@@ -371,7 +389,7 @@ def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
         tmp_path,
     ]
     command += ["--only", *setups]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    subprocess.run(command, capture_output=True, text=True, check=True)
     results = {}
     for file in (tmp_path / "results").glob("*.json"):
         result = json.loads(file.read_text())
@@ -381,11 +399,9 @@ def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
         assert len(rewards) == DIGGING.setups[0].quick_steps
         assert all(0.4 - 1e-9 <= reward <= 1.0 + 1e-9 for reward in rewards)
     last = {setup: np.mean(rewards[-5:]) for setup, rewards in results.items()}
-    assert last["grpo"] > DIGGING.start + 0.15
     assert last["mt_grpo"] < DIGGING.start - 0.05
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "learning.md").read_text().count("| mt_grpo |") == 1
-    assert "learning_unbiased_minus_biased" in printed
 
 
 # benchmarks/library_environments.py

@@ -24,6 +24,7 @@ from support.hybrids import save_hybrid
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
 from support.training import Started, overlap_surely, train_silently
+from turnwise.assembly import learners
 from turnwise.config.recipe import load
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -68,6 +69,7 @@ def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in one.items() if not key.startswith("seconds/")} for one in metrics]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: Path) -> None:
     asyncio.run(train(assemble(load(recipe)[0]), TrainReport(Console(quiet=True))))  # draws a curve too
     out = tmp_path / "run"
@@ -234,6 +236,7 @@ def test_without_overlap_a_step_is_sampled_by_the_weights_that_learn_from_it(rec
         assert (metrics["version/oldest"], metrics["version/newest"]) == (step, step)
 
 
+@pytest.mark.slow
 def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_path: Path) -> None:
     rows: list[list[tuple[int, str]]] = []
     for name in ("0", "1"):
@@ -245,6 +248,7 @@ def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_pat
     assert [step for step, _ in rows[0]] == [step for step in (1, 2, 3) for _ in range(12)]
 
 
+@pytest.mark.slow
 def test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with(recipe: Path, tmp_path: Path) -> None:
     run(recipe, "deterministic=true", "train.steps=4", f"output={tmp_path / 'straight'}")
     run(recipe, "deterministic=true", "train.steps=2", f"output={tmp_path / 'parts'}")
@@ -262,6 +266,26 @@ def test_resuming_takes_back_what_no_checkpoint_holds(recipe: Path, tmp_path: Pa
     run(recipe, "train.steps=3", "resume=auto")
     assert [one["step"] for one in lines(metrics)] == [1, 2, 3]
     assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 36
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(["model.autocast=true"], "model.autocast=true"), (["model.dtype=bfloat16"], "model.dtype=bfloat16"), ([], None)],
+)
+def test_bfloat16_on_a_cpu_that_has_no_such_products_is_told(
+    options: list[str],
+    told: str | None,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for multiplies in (False, True):
+        caplog.clear()
+        monkeypatch.setattr(learners, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
+        assemble(load(recipe, [*options, f"output={recipe.parent / str(multiplies)}"])[0])
+        slow = [one.getMessage() for one in caplog.records if "no products in bfloat16" in one.getMessage()]
+        assert len(slow) == (told is not None and not multiplies)
+        assert all(text.startswith(f"{told}: this CPU has no products") for text in slow)
 
 
 def test_a_former_run_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
@@ -296,11 +320,20 @@ def test_a_reward_that_is_no_number_breaks_its_trajectory_only(recipe: Path, tmp
     assert kinds == {"reward"}
 
 
-def test_a_step_in_which_everything_breaks_ends_the_run_with_the_reason(recipe: Path) -> None:
+def test_a_step_in_which_everything_breaks_ends_the_run_with_the_reason_and_is_recorded(
+    recipe: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
-        RolloutError, match=r"all conversations of step 1 failed.*\n.*environment \(12 times\).*no luck today"
+        RolloutError,
+        match=r"(?s)all conversations of step 1 failed.*environment \(12 times\).*no luck today.*"
+        r"\nRead one: turnwise show .*run --failed --last 1$",
     ):
         run(recipe, f"environment={PLACES}:always_raises")
+    broken = lines(tmp_path / "run" / "trajectories.jsonl")
+    assert [(one["step"], one["error"]["kind"]) for one in broken] == [(1, "environment")] * 12
+    run(recipe, "train.steps=1", "resume=auto")  # with an environment that works
+    recorded = lines(tmp_path / "run" / "trajectories.jsonl")
+    assert [(one["step"], one["error"]) for one in recorded] == [(1, None)] * 12
 
 
 def test_a_context_longer_than_the_models_is_refused(recipe: Path) -> None:
@@ -320,6 +353,7 @@ def test_a_prompt_that_leaves_no_room_breaks_its_row(recipe: Path, tmp_path: Pat
     assert "limits.context is 100" in broken[0]["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint(recipe: Path, tmp_path: Path) -> None:
     """The system refuses to let a file grow beyond a limit, in the middle of writing the optimizer's state."""
     run(recipe, "train.steps=1")
@@ -395,6 +429,7 @@ def _five_rows(tmp_path: Path, model: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_is_the_run_of_that_many_steps(model: Path, tmp_path: Path) -> None:
     """5 rows twice in batches of 2 are 5 steps: for the schedule of the learning rate, the evaluations and the report too."""
     recipe = _five_rows(tmp_path, model)
@@ -412,6 +447,7 @@ def test_a_run_of_epochs_is_the_run_of_that_many_steps(model: Path, tmp_path: Pa
     assert (written.train.steps, written.train.epochs) == (None, 2.0)  # the recipe of the run, which can be run again
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_is_resumed_with_more_epochs(model: Path, tmp_path: Path) -> None:
     recipe = _five_rows(tmp_path, model)
     run(recipe, "data.eval=null", f"output={tmp_path / 'whole'}")
@@ -645,6 +681,7 @@ class Unknown:
         await self._engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path, tmp_path: Path) -> None:
     weights = []
     for name in ("known", "unknown"):

@@ -168,7 +168,7 @@ def test_messages_and_pages_name_extras_that_exist() -> None:
         for extras in [*NAMED.findall(text), *re.findall(r'\bextra="(?!allow|forbid|ignore)(\w+)"', text)]:
             for extra in extras.split(","):
                 named.setdefault(extra.strip(), set()).add(path.name)
-    assert {"lora", "mcp", "view", "wandb", "vision", "vllm", "sglang", "search", "serve"} <= set(named)
+    assert {"lora", "mcp", "view", "wandb", "vision", "vllm", "search", "serve"} <= set(named)
     assert {extra: files for extra, files in named.items() if extra not in EXTRAS} == {}
 
 

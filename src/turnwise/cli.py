@@ -99,6 +99,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "show": (
         ("turnwise show runs/demo", "print the summary of a run"),
         ("turnwise show runs/demo --worst 3 --tokens", "the conversations with the lowest rewards, with every token"),
+        ("turnwise show runs/demo --row 489", "one row over all steps: rewards and last answers"),
         ("turnwise show runs/demo --metric reward/mean", "the value of a metric in every step"),
         ("turnwise show runs/* --sort reward/mean", "several runs as a table, with the options that differ"),
     ),
@@ -172,7 +173,8 @@ def program() -> int:
 def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) -> int:
     """Run a command.
 
-    Returns its exit status: 0; 1 for an error that a person can put right; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
+    Returns its exit status: 0; 1 for an error that a person can put right; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP; 75
+    on rank 0 if all ranks must be started again.
     """
     # before torch is loaded: threads that wait by spinning slow down everything else on the machine
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -260,7 +262,7 @@ def _run(options: argparse.Namespace, context: Context, errors: Console) -> int:
         errors.print(
             f"turnwise: {without_hidden(str(error))}", style="red", highlight=False, markup=False, soft_wrap=True
         )
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         name = stops.received.name if stops.received not in (None, signal.SIGINT) else ""
         errors.print(f"turnwise: stopped{f' ({name})' if name else ''}", style="yellow")

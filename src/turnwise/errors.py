@@ -11,6 +11,7 @@ code, a tool, an engine or a reward function raises, and raises it as `Failed` w
     │   ├── EngineError         an engine that cannot start or continue
     │   ├── RolloutError        a step whose conversations all failed
     │   └── RunError            a run directory that cannot be written, read or resumed
+    │       └── StartAgain      ranks that have ended: the run goes on when they are started again
     └── Failed                  one conversation failed: recorded as data, the run continues
 """
 
@@ -39,6 +40,7 @@ __all__ = [
     "Failed",
     "RolloutError",
     "RunError",
+    "StartAgain",
     "TemplateError",
     "TurnwiseError",
     "boundary",
@@ -53,6 +55,9 @@ __all__ = [
 
 class TurnwiseError(Exception):
     """An error that the user can fix."""
+
+    exit_status = 1
+    """That of a command which it ends."""
 
 
 class ConfigError(TurnwiseError):
@@ -85,6 +90,17 @@ class HealthError(TurnwiseError):
 
 class RunError(TurnwiseError):
     """A run directory cannot be written, read or resumed."""
+
+
+class StartAgain(RunError):
+    """Ranks of a training have ended, and the run goes on when they are started again with `resume=auto`."""
+
+    exit_status = os.EX_TEMPFAIL
+    """That of the command on rank 0, by which those who started the ranks see it."""
+
+
+NOT_AGAIN = os.EX_CONFIG
+"""The exit status of another rank than rank 0 that has ended with an error which each new start of the ranks would have again."""
 
 
 class Failed(Exception):

@@ -97,40 +97,61 @@ _MEASURED_TOKENS = 256
 """Sampled tokens whose logits are measured, to know how far they are rounded."""
 
 
+class _NothingToTrainOn(RolloutError):
+    """No group of a step has enough conversations that did not fail."""
+
+    def __init__(self, message: str, groups: Sequence[Group]) -> None:
+        super().__init__(message)
+        self.groups = groups
+
+
 async def train(run: TrainingRun, report: TrainReport) -> None:
     """Train until `train.steps` steps are finished.
 
     Raises RolloutError if all conversations of a step failed, HealthError if a monitor of `health.stop` stops the run, RunError
     if the run directory cannot be written.
     """
-    config = run.config
-    report.begin(config, done=run.step, notes=run.notes)
-    async with (
-        contextlib.aclosing(run.environments),
-        closing(run.runner),
-        run.checkpoint_on_exit(),
-        frozen_start_objects(),
-        run.pipeline,
-    ):
-        for policy in run.policies:
-            await policy.publisher.begin(run.step)
-        while run.step < run.steps:
-            if run.evaluation_due(config.eval.every):
-                await _evaluate(run, report)
-            started = time.perf_counter()
-            taken = await _take(run)
-            update_started = time.perf_counter()
-            _weigh(run, taken.groups)
-            result = await _learn(run, taken.trained)
-            seconds = {
-                "rollout": taken.seconds,
-                "waiting": taken.taken - taken.asked,
-                "train": time.perf_counter() - update_started,
-            }
-            _finish_step(run, report, taken, result, seconds=seconds, started=started)
-        if run.evaluation_due(config.eval.every):
-            await _evaluate(run, report)
+    report.begin(run.config, done=run.step, notes=run.notes, evaluates=run.evaluation_due(run.config.eval.every))
+    try:
+        async with (
+            contextlib.aclosing(run.environments),
+            closing(run.runner),
+            run.checkpoint_on_exit(),
+            frozen_start_objects(),
+            run.pipeline,
+        ):
+            await _take_steps(run, report)
+    except _NothingToTrainOn as error:
+        # behind the checkpoint that is written on exit: a run that goes on from it has this step once
+        trajectories = [trajectory for group in error.groups for trajectory in group.trajectories]
+        run.directory.write_unfinished(trajectories, step=run.step + 1)
+        raise
     report.end(run.directory, run.checkpoints.newest)
+
+
+async def _take_steps(run: TrainingRun, report: TrainReport) -> None:
+    """The steps that are left, with the evaluations before, between and after them."""
+    every = run.config.eval.every
+    if run.takes_turns:
+        run.free_memory()
+    for policy in run.policies:
+        await policy.publisher.begin(run.step)
+    while run.step < run.steps:
+        if run.evaluation_due(every):
+            await _evaluate(run, report)
+        started = time.perf_counter()
+        taken = await _take(run)
+        update_started = time.perf_counter()
+        _weigh(run, taken.groups)
+        result = await _learn(run, taken.trained)
+        seconds = {
+            "rollout": taken.seconds,
+            "waiting": taken.taken - taken.asked,
+            "train": time.perf_counter() - update_started,
+        }
+        _finish_step(run, report, taken, result, seconds=seconds, started=started)
+    if run.evaluation_due(every):
+        await _evaluate(run, report)
 
 
 async def _take(run: TrainingRun) -> TakenGroups:
@@ -144,18 +165,19 @@ async def _take(run: TrainingRun) -> TakenGroups:
     taken = await run.pipeline.take()
     if not taken.trained:
         run.log_conversation([trajectory for group in taken.groups for trajectory in group.trajectories])
-        raise RolloutError(_nothing_to_train_on(run, taken.groups))
+        raise _nothing_to_train_on(run, taken.groups)
     return taken
 
 
-def _nothing_to_train_on(run: TrainingRun, groups: Sequence[Group]) -> str:
+def _nothing_to_train_on(run: TrainingRun, groups: Sequence[Group]) -> _NothingToTrainOn:
     least, step = run.config.train.min_group_size, run.step + 1
     if any(not trajectory.failed for group in groups for trajectory in group.trajectories):
         reason = f"no group of step {step} has train.min_group_size={least} conversations that did not fail"
     else:
         reason = f"all conversations of step {step} failed"
     problems = "\n  ".join(failures(groups)[:5])
-    return f"{reason}, so there is nothing to train on:\n  {problems}"
+    shown = f"turnwise show {run.directory.shown} --failed --last 1"
+    return _NothingToTrainOn(f"{reason}, so there is nothing to train on:\n  {problems}\nRead one: {shown}", groups)
 
 
 def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
@@ -229,7 +251,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     packed = {policy.name: pack_groups(run, policy, groups) for policy in run.policies}
     batches = [batch for of_policy in packed.values() for batch in of_policy]
     if not batches:
-        raise RolloutError(_nothing_to_train_on(run, groups))
+        raise _nothing_to_train_on(run, groups)
     updates, critic, mixed = dict[str, UpdateStats](), None, False
     if critic_step is None or critic_step.trains_policy(run.step):
         updates = await _update(run, packed, groups)
@@ -246,8 +268,11 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
         # a resumed run has no prefixes of earlier steps, and a recurrent state that is continued has other last bits
         if (mixed and of_agents.is_reference) or (run.config.deterministic and not of_agents.trained):
             await of_agents.weights_changed()
-    if critic_step is not None and any(policy.publisher.asleep for policy in run.policies):
-        critic = await _update_critic(run, critic_step, main, cancellable=not updates)
+    if run.takes_turns or any(policy.publisher.asleep for policy in run.policies):
+        if critic_step is not None:
+            critic = await _update_critic(run, critic_step, main, cancellable=not updates)
+        # servers take their memory of the device while they are given weights, and die where it is not free
+        run.free_memory()
     # at once, so that no further token is sampled from the old weights
     for policy in run.policies:
         await policy.publisher.publish(run.step + 1)
@@ -429,7 +454,8 @@ def _stop_if_asked(run: TrainingRun, problems: Sequence[RunProblem]) -> None:
         name = stopping[0].name
         raise HealthError(
             f"health.stop={name} stopped the run after step {run.step}: {stopping[0].text}\nThe checkpoint of step {run.step} is "
-            f"in {run.checkpoints.newest}. To go on from it: resume=auto, with a changed recipe, or without {name} in health.stop"
+            f"in {run.checkpoints.newest}. To go on from it: resume=auto, with a changed recipe (resume_changes names what "
+            f"changes the training), or without {name} in health.stop"
         )
 
 

@@ -171,8 +171,8 @@ class SamplingChange:
     max_tokens: int | None = None
     """Sampled tokens of one turn, at least 1. `limits.tokens_per_turn` still applies. A cut turn ends the conversation."""
     answers_cut: bool = False
-    """Whether the environment answers a turn that `max_tokens` cut, so that the conversation goes on. A turn that a limit of the
-    recipe cut always ends the conversation."""
+    """Whether the environment answers a turn that `max_tokens`, which must be given, cut, so that the conversation goes on. A
+    turn that a limit of the recipe cut always ends the conversation."""
     stop: Sequence[str] | None = None
     """Texts that end a turn, instead of `sampling.stop`."""
     stop_token_ids: Sequence[int] = ()
@@ -460,7 +460,8 @@ class Row:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The other columns, by their names after `data.columns` was applied."""
     source: str = ""
-    """The data set that the row is from, if `data.train` or `data.eval` is a list of several; else empty."""
+    """The data set that the row is from, if `data.train` or `data.eval` is a list of several; else its kind, if
+    `data.columns.source` names a column; else empty. Metrics and evaluations have numbers for each."""
     seed_step: int = 0
     """For rows that an environment generates from their column `seed`: what each further pass over the rows adds to that seed, so
     that no conversation is repeated. 0: all passes have the same rows."""

@@ -632,6 +632,7 @@ def test_what_is_thought_and_what_is_said(text: str, reasoning: str, said: str) 
     assert KNOWN.split(text) == (reasoning, said)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([mark for pair in MARKS for mark in pair]) | st.text(max_size=3), max_size=8).map("".join),
     st.booleans(),

@@ -333,6 +333,7 @@ def test_rollouts_and_evaluations_use_the_arguments(tmp_path: Path, model: Path)
     assert run_prompts(tmp_path / "eval") == {"1": True, "2": False}
 
 
+@pytest.mark.slow
 def test_training_uses_them_and_a_resumed_run_must_keep_them(tmp_path: Path, model: Path) -> None:
     path = str(recipe(tmp_path, model, checkpoint={"every": 1}))
     switch = "model.chat_template_kwargs={enable_thinking: false}"
@@ -407,6 +408,7 @@ def test_a_rollout_with_an_argument_that_is_never_read_does_not_start(
     assert "row '1': chat_template_kwargs has 'thinking'" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_the_template_under_each_set_of_arguments(tmp_path: Path, model: Path) -> None:
     grows = SWITCHES.replace(
         "message.role + '\\n'", "message.role + ('!' if messages | length > 4 and not enable_thinking else '') + '\\n'"
@@ -431,6 +433,7 @@ def test_the_doctor_examines_the_template_under_each_set_of_arguments(tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_the_doctor_takes_arguments_of_the_template_without_a_recipe(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

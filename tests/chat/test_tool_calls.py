@@ -107,9 +107,9 @@ def test_good_calls(text: str, content: str, calls: list[tuple[str, dict[str, An
         ('{"name": "f", "arguments": {"x": 1}', "Expecting ',' delimiter"),
         (
             '{"name": "f", "arguments": {"x": 1}}}',
-            "'}\\n</tool_call>' follows the JSON; write </tool_call> there",
+            "'}\\n</tool_call>' follows the JSON; close the call there",
         ),
-        ('{"name": "f"} {"name": "g"}', "follows the JSON; write </tool_call> there"),
+        ('{"name": "f"} {"name": "g"}', "follows the JSON; close the call there"),
         ('{"name": "f", "parameters": {"x": 1}}', 'the key "parameters" must be "arguments"'),
         ("[]", "the list is empty"),
         ('"f"', "the call must be a JSON object, but is a str"),
@@ -201,6 +201,7 @@ def test_ids_are_counted_on_and_the_models_own_words_are_kept() -> None:
     assert [one.text for one in calls] == ['{"name": "add", "arguments": {"a": 1, "b": 2}}', "?"]
 
 
+@pytest.mark.slow
 @given(
     arguments=st.dictionaries(
         st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5)
@@ -382,10 +383,10 @@ def reads(format: str, text: str) -> list[Any]:
         (
             "qwen3_coder",
             "<tool_call><function=f>x</function></tool_call>",
-            ["'x' is not an argument; write an argument or </function> there"],
+            ["'x' is not an argument; write an argument or close the call there"],
         ),
         ("qwen3_coder", "<tool_call><function=f><parameter=x>1</function></tool_call>", ["the value of 'x' is not closed"]),
-        ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter>", ["</function> is missing"]),
+        ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter>", ["the end of the call is missing"]),
         ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", [("f", {"x": "1"})]),
         ("glm", '<tool_call>{"name": "f"}</tool_call>', ["the name of the tool is missing"]),
         ("deepseek", "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>", ["the name of the tool is missing"]),
@@ -404,7 +405,7 @@ def reads(format: str, text: str) -> list[Any]:
         (
             "harmony",
             "<|channel|>commentary to=f<|message|>{} so<|call|>",
-            ["' so<|call|>' follows the JSON; write <|call|> there"],
+            ["' so<|call|>' follows the JSON; close the call there"],
         ),
         (
             "gemma4",

@@ -161,7 +161,7 @@ def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraSection) -
 def main() -> None:
     torch.set_num_threads(1)
     mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
-    ranks = Ranks(ClusterSection(timeout=120.0, mesh=mesh), device="cpu")
+    ranks = Ranks(ClusterSection(timeout=1700.0, heartbeat=1700.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

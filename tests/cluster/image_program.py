@@ -58,7 +58,7 @@ def update(learner: Any, vision: MediaProcessor, conversations: list[int]) -> li
 def main() -> None:
     torch.set_num_threads(1)
     mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
-    ranks = Ranks(ClusterSection(timeout=300.0, mesh=mesh), device="cpu")
+    ranks = Ranks(ClusterSection(timeout=1700.0, heartbeat=1700.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

@@ -12,12 +12,11 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
-
-from support.ports import free_port
 
 Programs = Sequence[Sequence[Any]]
 
@@ -42,11 +41,14 @@ def main() -> None:
 def _run_world(size: int, programs: Programs) -> NoReturn:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    port = free_port()
+    listening = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # from now on: another program could take a port that is only free
+    port = listening.getsockname()[1]
     os.environ.update(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     ranks = {_start_rank(rank, programs) for rank in range(size)}
-    store = TCPStore("127.0.0.1", port, size, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, size, True, wait_for_workers=False, master_listen_fd=listening.detach())
     failed = False
     while ranks:
         rank, status = os.wait()

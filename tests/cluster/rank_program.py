@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -141,6 +142,32 @@ class Numbers:
         own = sorted({parts.number(parameter) for parameter in rank.built.parameters.values()})
         dist.all_gather_object(numbers, own)
         return numbers
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """A command of this test: the time limits of the groups in which each rank computes with others, in seconds."""
+
+    def run(self, rank: Rank) -> list[list[float]]:
+        groups = [dist.group.WORLD, *rank.ranks.mesh.groups()]
+        own = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+        return rank.ranks.share(sorted(own))
+
+
+@dataclass(frozen=True)
+class AddUp:
+    """A command of this test: the sum of gradients of 256 and 20 times 1 on each rank, of a weight outside of the layers."""
+
+    def run(self, rank: Rank) -> float:
+        built = rank.built
+        for number in range(21):
+            built._sharded.sync_gradients(last=number == 20)
+            built._sharded.run(functools.partial(self.loss, built.model, 1.0 if number else 256.0)).backward()
+        return float(complete(built.parameters["model.norm.weight"].grad).float()[0])
+
+    def loss(self, model: Any, gradient: float) -> torch.Tensor:
+        logits = model(torch.tensor([[5, 6]])).logits  # all weights are gathered, as in a pass
+        return (model.model.norm.weight * gradient).sum() + 0.0 * logits.sum()
 
 
 @dataclass(frozen=True)
@@ -485,6 +512,16 @@ def slow_rank(ranks: Ranks) -> dict[str, Any]:
     return {**asdict(update.slowest), "metrics": dict(update.rank_metrics)}
 
 
+def sums_of_gradients(ranks: Ranks, sync: Any) -> list[float]:
+    """What 21 micro-batches add up to on all ranks, in bfloat16 and with `grad_accum_dtype`."""
+    sums: list[float] = []
+    for section in (OptimizerSection(), OptimizerSection(grad_accum_dtype="float32")):
+        optimization = OptimizationSection(optimizer=section)
+        case = Case(dtype="bfloat16", sharding=FsdpSection(gradient_sync=sync), optimizer=optimization)
+        sums.append(ShardedLearner(ranks, options_of(case)).leader.run(AddUp()))
+    return sums
+
+
 def numbers_of(ranks: Ranks) -> list[list[int]]:
     return ShardedLearner(ranks, options_of(RESUMED)).leader.run(Numbers())
 
@@ -504,12 +541,15 @@ def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
 def main() -> None:
     torch.set_num_threads(1)
     mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
-    ranks = Ranks(ClusterSection(timeout=120.0, mesh=mesh), device="cpu")
+    ranks = Ranks(ClusterSection(timeout=1700.0, heartbeat=1700.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()
         return
     results: dict[str, Any] = {name: compared(ranks, CASES[name]) for name in sys.argv[5:]}
+    results["time_limits"] = ShardedLearner(ranks, options_of(RESUMED)).leader.run(TimeLimits())
+    if ranks.size == 2 and ranks.mesh.together is None and ranks.mesh.expert is None:
+        results["sums"] = {sync: sums_of_gradients(ranks, sync) for sync in ("micro_batch", "batch")}
     if WRITTEN is not None:
         WRITTEN.mkdir()
         results["resumed"] = resumed(ranks, WRITTEN, RESUMED)

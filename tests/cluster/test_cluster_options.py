@@ -27,18 +27,20 @@ from turnwise import assembly
 from turnwise.assembly.learners import rank_device
 from turnwise.assembly.runners import ray_options, ray_rollouts, worker_recipe
 from turnwise.cli import main
+from turnwise.commands import ranks as rank_processes
 from turnwise.commands.ranks import _Launcher
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
-from turnwise.errors import ConfigError
+from turnwise.errors import NOT_AGAIN, ConfigError
 from turnwise.options.engines import ClusterSection, FsdpSection, RanksSection, WorkersSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.ray_api import connect, needs_text, resources_text
-from turnwise.ray_workers.rollouts import choose_worker
+from turnwise.ray_workers.rollouts import RayRollouts, choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
+from turnwise.training.sharded import ranks
 
 AGENT = "environment={{use: turnwise.environments.agents:Program, arguments: {{command: ls, {}}}}}"  # the arguments of its server
 
@@ -47,6 +49,13 @@ AGENT = "environment={{use: turnwise.environments.agents:Program, arguments: {{c
 
 
 # Options of the section cluster: how they are written, what they reach, and what is refused.
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of this machine, or the file that one has left, is nothing to these tests."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "no_ray"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.fixture
@@ -110,6 +119,7 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
             "a group has 4 ranks (`shard` x `context`), which must be a multiple of it",
         ),
         (["cluster.mesh.tensor=2", "model.lora={rank: 4, dora: true}"], "needs complete weight vectors"),
+        (["cluster.mesh.tensor=2", "model.kernels=liger"], "model.kernels=liger needs complete layers"),
         (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=torchrun"),
         (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=torchrun"),
         (["cluster.fsdp.param_dtype=bfloat16", "model.dtype=bfloat16"], "has no effect with model.dtype=bfloat16"),
@@ -191,6 +201,32 @@ def test_options_of_the_recipe_reach_the_workers(ray_recipe: Path) -> None:
     assert needs_text(needs) == "num_cpus=0.5, num_gpus=2, tools=1.5"
     free = {"memory": 9.6e9, "CPU": 1.5, "object_store_memory": 2.0**30, "node:10.0.0.1": 1.0, "tools": 0.5}
     assert resources_text(free) == "CPU=1.5, memory=8.9 GiB, object_store_memory=1.0 GiB, tools=0.5"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], True),
+        (["cluster.workers.num_gpus=0.5"], False),
+        (["model.device=cpu"], False),
+        (["engine={name: vllm, url: 'http://a:1'}"], False),
+        (["engine=vllm"], True),
+    ],
+)
+def test_workers_that_sample_on_cpus_beside_free_gpus_are_told(
+    ray_recipe: Path,
+    options: list[str],
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config, _ = load(ray_recipe, ["model.device=auto", *options])
+    rollouts = RayRollouts(ray_options(config, assembly.renderer(config)), lambda number: lambda: None)
+    for free in (2, 0):
+        monkeypatch.setattr(ray_api, "free_gpus", lambda free=free: free)
+        rollouts._tell_unused_gpus()
+    text = "rollout workers sample on CPUs, and the cluster has 2 free GPUs. Set cluster.workers.num_gpus=1"
+    assert [text in record.message for record in caplog.records] == [True] * told
 
 
 def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
@@ -565,13 +601,39 @@ def test_the_manifest_is_a_job_of_kuberay_whose_pods_share_a_volume() -> None:
 # The exit status of the command that starts ranks.
 
 
+def test_a_machine_that_stood_still_takes_no_other_rank_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(dict[str, str]):
+        def set(self, key: str, value: str) -> None:
+            self[key] = value
+
+        def check(self, keys: list[str]) -> bool:
+            return keys[0] in self
+
+    monkeypatch.setattr(ranks, "_SIGN_PAUSE", 0.01)
+    stood = [0.0]
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: stood[0] + len(store) + int(store["alive/0"]))
+    store, lost, told = Store({"alive/0": "0"}), [], threading.Event()
+    liveness = ranks.Liveness(store, rank=0, size=2, limit=20.0)  # type: ignore[arg-type]
+    liveness.on_lost = lambda rank: (lost.append((int(store["alive/0"]), rank.rank)), told.set())  # type: ignore[assignment]
+    while int(store["alive/0"]) < 3:  # a look is a second here
+        time.sleep(0.01)
+    stood[0] = 1000.0
+    assert told.wait(60)
+    liveness.close()
+    ((looks, rank),) = lost
+    assert rank == 1
+    assert 18 <= looks <= 22  # the 1,000 seconds count for at most two
+
+
 class EndedRanks:
     """Ranks that have ended with these statuses."""
 
     def __init__(self, *statuses: int | None) -> None:
         self.statuses = statuses
+        self.starts = 0
 
-    def start(self, words: object) -> None: ...
+    def start(self, words: object) -> None:
+        self.starts += 1
 
     def poll(self, seconds: float) -> tuple[int | None, ...]:
         return self.statuses
@@ -589,11 +651,24 @@ class EndedRanks:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected"), [((0, 0), 0), ((1, 1), 1), ((-9, 0), 1), ((1, -9), 1), ((143, 0), 143)]
+    ("statuses", "expected"), [((0, 0), 0), ((1, 1), 1), ((-9, 0), 1), ((1, -9), 1), ((143, 0), 143), ((75, 1), 1)]
 )
 def test_the_status_of_a_lost_rank_does_not_depend_on_its_number(statuses: tuple[int, ...], expected: int) -> None:
     launcher = _Launcher(EndedRanks(*statuses), 0, Console(quiet=True), shares_terminal=True)
     assert launcher.run() == expected
+
+
+@pytest.mark.parametrize(
+    ("statuses", "starts"), [((75, 1), 4), ((75, 1, NOT_AGAIN), 1), ((-9, NOT_AGAIN), 1), ((None, NOT_AGAIN), 1)]
+)
+def test_ranks_are_not_started_again_for_an_error_that_they_would_have_again(
+    statuses: tuple[int | None, ...], starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "_GRACE", 0.0)
+    ended = EndedRanks(*statuses)
+    launcher = _Launcher(ended, 3, Console(quiet=True), shares_terminal=True)
+    assert launcher.run() == 1
+    assert ended.starts == starts
 
 
 @pytest.mark.parametrize("origin", ["option", "variable", "file"])
@@ -601,7 +676,6 @@ def test_a_cluster_that_does_not_listen_is_refused_at_once(
     origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_api, "_HEAD_SECONDS", 0.0)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     given = None
     with socket.create_server(("127.0.0.1", 0)) as head:

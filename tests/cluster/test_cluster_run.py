@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.forked import Forked
 from support.ports import free_port
 from support.recipes import save_recipe
 from turnwise.cli import main
@@ -42,17 +44,30 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
 
 
+Launcher = subprocess.Popen[str] | Forked
+
+
 def start(
-    recipe: Path, *words: str, torchrun: bool = False, restarts: int = 0, name: str = "train"
-) -> subprocess.Popen[str]:
+    recipe: Path,
+    *words: str,
+    restarts: int | None = None,
+    fresh: bool = False,
+    name: str = "train",
+    paths: Sequence[Path] = (),
+) -> Launcher:
+    """Start the ranks; by torchrun, with this number of restarts. `fresh`: not forked from a process that has imported
+    everything; nor with `paths`, where Python finds a `sitecustomize` for each process."""
+    searched = os.pathsep.join(map(str, (*paths, SOURCE, SOURCE.parent / "tests")))
+    environment = {**os.environ, "PYTHONPATH": searched, "OMP_NUM_THREADS": "1"}
+    turnwise = [name, str(recipe), *words]
+    if restarts is None and not fresh and not paths:
+        return Forked(turnwise, env=environment)
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
-    launcher = several if torchrun else []
-    command = [sys.executable, *launcher, "-m", "turnwise", name, str(recipe), *words]
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *(several if restarts is not None else []), "-m", "turnwise", *turnwise]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Launcher) -> str:
     try:
         output, _ = process.communicate(timeout=600)
     finally:
@@ -60,12 +75,12 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def run(recipe: Path, *words: str, torchrun: bool = False) -> str:
+def run(recipe: Path, *words: str) -> str:
     """Train to the end; in this process, unless there are several ranks. Returns what was printed by theirs."""
-    if not torchrun and not any(word.startswith("cluster=") for word in words):
+    if not any(word.startswith("cluster=") for word in words):
         assert main(["train", str(recipe), *words]) == 0
         return ""
-    process = start(recipe, *words, torchrun=torchrun)
+    process = start(recipe, *words, fresh=True)
     output = finish(process)
     assert process.returncode == 0, output
     return output
@@ -89,17 +104,23 @@ def in_one_process(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank that the launcher has started."""
-    for children in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            if f"RANK={rank}".encode() in words:
-                return int(child)
+def rank_process(launcher: Launcher, rank: int) -> int:
+    """The process of a rank that the launcher has started. Torchrun may have other children; forked ranks have its variables."""
+    children = [
+        int(child)
+        for found in Path(f"/proc/{launcher.pid}/task").glob("*/children")
+        for child in found.read_text().split()
+    ]
+    if isinstance(launcher, Forked):
+        assert len(children) == 2, children
+        return children[rank]
+    for child in children:
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return child
     raise AssertionError(f"the launcher has no rank {rank}")
 
 
-def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(folder: Path, count: int, process: Launcher) -> None:
     deadline = time.monotonic() + 900
     while len(metrics(folder)) < count:
         assert process.poll() is None, finish(process)
@@ -198,7 +219,7 @@ def test_torchrun_gives_the_metrics_of_one_process_and_starts_ranks_again_after_
 ) -> None:
     folder = tmp_path / "run"
     words = ["cluster=torchrun", "resume=auto", "train.steps=8"]
-    process = start(recipe, f"output={folder}", *words, torchrun=True, restarts=1)
+    process = start(recipe, f"output={folder}", *words, restarts=1)
     wait_for_steps(folder, 2, process)
     os.kill(rank_process(process, 1), signal.SIGKILL)
     output = finish(process)
@@ -272,7 +293,103 @@ def test_a_rank_that_hangs_ends_the_run_in_time(recipe: Path, tmp_path: Path) ->
     assert "no sign of life for 8 seconds" in output
 
 
-def rank_alive(launcher: subprocess.Popen[str], rank: int) -> bool:
+_OUT_OF_MEMORY = """
+import os, sys
+
+if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
+    import torch
+    from turnwise.training import forward
+
+    values = forward.Forward.values
+
+    def short_of_memory(self, micro, **options):
+        found = values(self, micro, **options)
+        if micro.token_ids_BL.numel() > int(os.environ["MOST_TOKENS"]) and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return found
+
+    forward.Forward.values = short_of_memory
+"""
+"""A rank whose memory runs out between forward and backward pass, in which the others wait for it."""
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_ranks_start_again_with_smaller_micro_batches_where_the_memory_of_one_runs_out(
+    recipe: Path, tmp_path: Path, in_one_process: Path, faulty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OUT_OF_MEMORY)
+    monkeypatch.setenv("FAULTY_RANK", str(faulty))
+    monkeypatch.setenv("MOST_TOKENS", "70")
+    folder = tmp_path / "run"
+    words = [f"output={folder}", "cluster=local", "cluster.trainers=2", "train.micro_batch_tokens=4096"]
+    process = start(recipe, *words, paths=[tmp_path])
+    output = finish(process)
+    assert process.returncode == 1, output
+    size = int(re.findall(r"ran out in a micro-batch of (\d+) tokens \(CUDA out of memory", output)[0])
+    assert f"Set micro_batch_tokens={size // 2}. The next start has it from" in output
+    assert f"trainer rank {faulty} (" in output
+    assert json.loads((folder / "micro_batch_bound.json").read_text()) == {
+        "place": "2 ranks (1 x 2 x 1 x 1) on device cpu",
+        "policy": size // 2,
+    }
+    process = start(recipe, *words, "resume=auto", "cluster.restarts=3", paths=[tmp_path])
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert f"at most {size // 2} tokens in each micro-batch" in " ".join(output.split())
+    assert compared(folder, 3) == pytest.approx(compared(in_one_process, 3), abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_ranks_are_not_started_again_where_the_memory_of_one_does_not_suffice_for_a_sequence(
+    recipe: Path, tmp_path: Path, faulty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OUT_OF_MEMORY)
+    monkeypatch.setenv("FAULTY_RANK", str(faulty))
+    monkeypatch.setenv("MOST_TOKENS", "4")
+    words = [f"output={tmp_path / 'run'}", "cluster=local", "cluster.trainers=2", "cluster.restarts=3"]
+    process = start(recipe, *words, "train.micro_batch_tokens=1", paths=[tmp_path])
+    output = " ".join(finish(process).split())
+    assert process.returncode == 1, output
+    (first,) = re.findall(
+        r"trainer rank (\d) [^:]*has ended: the memory of device cpu ran out in the pass over one", output
+    )
+    assert int(first) == faulty
+    assert "Traceback" not in output, output
+    assert "Set model.gradient_checkpointing=true, cluster.fsdp.offload=cpu or cluster.mesh.context" in output
+    assert "Then start the command again with resume=auto" in output
+    assert "starting all ranks again" not in output
+
+
+_GPUS = """
+import os
+
+if "RANK" in os.environ:
+    from turnwise.models.device import GpuMemory
+    from turnwise.training.sharded.ranks import Ranks
+
+    free = int((1.0 if os.environ["RANK"] == "1" else 4.0) * 2**30)
+    Ranks.gpus = lambda self: self.share(GpuMemory("A card", 8 * 2**30, free))
+"""
+
+
+def test_ranks_compute_the_micro_batch_for_the_fullest_of_their_gpus(
+    recipe: Path, tmp_path: Path, in_one_process: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_GPUS)
+    words = ["cluster=local", "cluster.trainers=2", "train.micro_batch_tokens=null", "engine.memory_gb=0.1"]
+    process = start(recipe, f"output={tmp_path / 'run'}", *words, paths=[tmp_path])
+    output = " ".join(finish(process).split())
+    assert process.returncode == 0, output
+    computed = re.findall(
+        r"computed for A card with 8.0 GiB, of which other processes use 7.0, the fullest GPU of 2 ranks, where the recipe "
+        r"has no number: train.micro_batch_tokens=(\d+)",
+        output,
+    )
+    assert [int(tokens) >= 512 for tokens in computed] == [True], output
+    assert compared(tmp_path / "run", 3) == pytest.approx(compared(in_one_process, 3), abs=1e-5, rel=1e-4)
+
+
+def rank_alive(launcher: Launcher, rank: int) -> bool:
     try:
         process = rank_process(launcher, rank)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -182,6 +182,7 @@ def test_the_gpu_of_a_command_that_trains_is_given_to_no_worker(monkeypatch: pyt
         assert ray_api.connect(started.address, WorkersSection()) is True
         import ray
 
+        assert ray_api.free_gpus() == 3
         held = ray_api.hold_gpu("1", 60)
         worker = ray.remote(num_gpus=1, num_cpus=0)(lambda: ray.get_gpu_ids())
         given = sorted(ray.get([worker.remote() for _ in range(6)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,11 +42,16 @@ from support.mixtures import mixture
 from support.tiny import save_model, tiny_model
 from support.vision import save_qwen2_vl, save_qwen3_vl, save_vision_model
 from turnwise.doctor.memory import Workload
-from turnwise.errors import RunError
+from turnwise.errors import ConfigError, RunError
+from turnwise.models import allocator
+from turnwise.models.cpu import with_fast_layers
+from turnwise.models.loading import recompute_layers
 from turnwise.options.engines import FsdpSection
 from turnwise.options.schema import Config
 from turnwise.planning.memory import rank_memory
+from turnwise.training.sharded import ranks as rank_groups
 from turnwise.training.sharded.ranks import Mesh as MeshOfRanks
+from turnwise.training.sharded.remembered_bound import FILE, MicroBatchTooLarge, RememberedBound
 from turnwise.training.sharded.sharded_model import ShardedModel
 from turnwise.training.sharded.shards import complete_state, share_out
 from turnwise.version import source_checksum, source_version
@@ -382,6 +389,19 @@ def test_ranks_with_the_same_part_of_a_weight_have_the_same_number(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("ranks", [name for name in (*CHAIN, *OF_EXPERTS) if name != "one"])
+def test_cluster_timeout_is_that_of_all_groups_in_which_ranks_compute(results: dict[str, Any], ranks: str) -> None:
+    limits = results[ranks]["time_limits"]
+    assert limits == [[1700.0]] * len(limits)  # torch's own are 1,800 and 600
+
+
+@pytest.mark.cluster
+def test_ranks_add_gradients_of_micro_batches_up_in_the_type_of_the_option(results: dict[str, Any]) -> None:
+    """In bfloat16, 2 (1 of each rank) is lost beside 512. Sums over a whole batch are float32 before the ranks add them up."""
+    assert results["two"]["sums"] == {"micro_batch": [512.0, 552.0], "batch": [552.0, 552.0]}
+
+
+@pytest.mark.cluster
 def test_ranks_go_on_with_master_weights_that_the_saved_run_did_not_have(results: dict[str, Any]) -> None:
     assert results["two"]["with_masters"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
 
@@ -479,6 +499,48 @@ def test_micro_batches_are_shared_out_in_the_fewest_rounds(
     assert share_out(sizes, ranks) == shares
 
 
+def test_a_bound_is_remembered_for_the_same_ranks_and_gpus_only(tmp_path: Path) -> None:
+    def bound(place: str, model: str = "policy", file: Path | None = tmp_path / FILE) -> RememberedBound:
+        return RememberedBound(file, model, "A card", place)
+
+    def exceed(bound: RememberedBound, sequences: int) -> MicroBatchTooLarge:
+        micro: Any = SimpleNamespace(token_ids_BL=torch.zeros((1, 600)), sequences=dict.fromkeys(range(sequences)))
+        with pytest.raises(MicroBatchTooLarge) as raised, bound.during(micro):
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+        return raised.value
+
+    assert bound("two ranks").tokens() is None
+    error = exceed(bound("two ranks"), 3)
+    assert error.again
+    assert "the memory of A card ran out in a micro-batch of 600 tokens (Tried to allocate 2 GiB)" in str(error)
+    assert (bound("two ranks").tokens(), bound("two ranks", "critic").tokens()) == (300, None)
+    exceed(bound("two ranks", "critic"), 3)
+    assert (bound("two ranks").tokens(), bound("two ranks", "critic").tokens()) == (300, 300)
+    alone = exceed(bound("two ranks"), 1)
+    assert not alone.again
+    assert "one sequence of 600 tokens, which cannot be divided" in str(alone)
+    assert bound("two ranks").tokens() == 300
+    assert bound("four ranks").tokens() is None
+    unwritten = exceed(bound("two ranks", file=tmp_path / "nothing" / FILE), 3)
+    assert not unwritten.again
+    assert "Set micro_batch_tokens=300: " in str(unwritten)
+    assert not exceed(bound("two ranks", file=None), 3).again
+    (tmp_path / FILE).write_text("{")
+    assert bound("two ranks").tokens() is None
+
+
+def test_ranks_say_why_they_use_no_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    reason = "CUDA_VISIBLE_DEVICES='' hides all GPUs"
+    monkeypatch.setattr(rank_groups, "why_no_gpu", lambda: reason)
+    monkeypatch.setattr(rank_groups, "sees_gpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=f"model.device=cuda cannot be used: {reason}"):
+        rank_groups._device("cuda", 0)
+    assert [rank_groups._device("auto", local).type for local in (0, 1)] == ["cpu", "cpu"]
+    (message,) = (record.getMessage() for record in caplog.records)  # of the first rank of a machine
+    assert message.endswith(f"although this machine has a GPU's driver: {reason}")
+
+
 def test_a_probe_finds_the_device_where_a_rank_computes_whatever_keeps_its_parts() -> None:
     """With cluster.fsdp.offload=cpu, parts are on the CPU, and complete weights on the GPU. Probes make their inputs on
     `model.device`, that of the first parameter: in a probe it is the complete embedding, on the device of the mesh."""
@@ -493,6 +555,36 @@ def test_a_probe_finds_the_device_where_a_rank_computes_whatever_keeps_its_parts
 
         assert sharded.probe(first) == (True, False)
         assert first() == (True, True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dimension", ["shard", "tensor", "expert"])
+def test_divided_layers_are_computed_again_in_the_backward_pass(
+    dimension: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of a large model on a CPU have forward passes of their own, which divided ones must not have."""
+    monkeypatch.setattr(allocator, "LARGE_MODEL", 0)
+    sizes = {name: 1 + (name == dimension) for name in ("tensor", "expert")}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model: Any = mixture("qwen3_moe") if dimension == "expert" else tiny_model()
+        recompute_layers(model)
+        with_fast_layers(model)
+        mesh = MeshOfRanks.of("cpu", 1, 2 // sizes["tensor"], 1, sizes["tensor"], sizes["expert"])
+        sharded = ShardedModel(model, mesh, FsdpSection())
+        norms = [layer.post_attention_layernorm for layer in model.model.layers]
+        # the values of ranks with whole layers are those of this module
+        assert [isinstance(vars(norm).get("forward"), functools.partial) for norm in norms] == [
+            dimension == "shard" for _ in norms
+        ]
+        calls: list[Any] = []
+        for norm in norms:
+            norm.register_forward_pre_hook(lambda module, args: calls.append(module))
+        total = sharded.run(lambda: model(torch.arange(8)[None], use_cache=False).logits.sum())
+        assert calls == norms
+        total.backward()
+        assert calls == [*norms, *reversed(norms)]
     finally:
         torch.distributed.destroy_process_group()
 

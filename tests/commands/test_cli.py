@@ -253,6 +253,7 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
         (["data.train=nowhere.jsonl"], "/nowhere.jsonl; paths are relative to the directory you run from"),
         (["data.columns.prompt=questoin"], "has no column 'questoin'; did you mean 'question'?"),
         (["engine.script=nowhere.jsonl"], "engine.script: there is no file "),
+        (["engine.script=/dev/null"], "engine.script: /dev/null is no regular file (it is read more than once)"),
         (["environment=nowhere:x"], "environment: nowhere could not be imported: ModuleNotFoundError"),
         (
             ["rollout.max_rows=1"],
@@ -343,7 +344,7 @@ def test_show_prints_what_was_asked_for(place: Path, capsys: pytest.CaptureFixtu
     assert "3/0  (reward 0, stop: done" in shown
     assert "segment 0: " in shown
     assert main(["show", out, "--failed"]) == 0
-    assert capsys.readouterr().out == "no conversation failed\n"
+    assert capsys.readouterr().out.startswith("no conversation failed (errors of tools are answers to the model")
     assert main(["show", str(place / "nowhere")]) == 1
     assert "is not a run: it contains no trajectories.jsonl" in capsys.readouterr().err
 
@@ -485,12 +486,25 @@ def test_a_model_beside_a_new_project_is_found_from_within_it(
     assert yaml.safe_load((tmp_path / "quiz" / "recipe.yaml").read_text())["model"]["path"] == place
     assert main(["init", "other", "--model", "org/name"]) == 0
     assert yaml.safe_load((tmp_path / "other" / "recipe.yaml").read_text())["model"]["path"] == "org/name"
+    (tmp_path / "above").mkdir()
+    assert main(["init", "above", "--model", "above/../models/small"]) == 0
+    assert yaml.safe_load((tmp_path / "above" / "recipe.yaml").read_text())["model"]["path"] == place
+    (tmp_path / "linked").symlink_to(tmp_path / "models" / "small")
+    (tmp_path / "models" / "other").mkdir()  # what is above a linked directory is above the directory that it names
+    capsys.readouterr()
+    assert main(["init", "above/../beside"]) == 0
+    assert "\n  cd beside\n" in (printed := capsys.readouterr().out)
+    assert ".." not in printed
+    assert main(["init", "linking", "--model", "linked/../other"]) == 0
+    other = yaml.safe_load((tmp_path / "linking" / "recipe.yaml").read_text())["model"]["path"]
+    assert other == str((tmp_path / "models" / "other").resolve())
     capsys.readouterr()
     assert main(["init", "third", "--model", "./nosuch"]) == 1
     assert "--model ./nosuch: there is no model directory" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.slow
 def test_a_starter_project_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -555,6 +569,15 @@ def test_a_starter_project_of_a_model_that_thinks_has_room_for_it_or_turns_it_of
     assert (limits.tokens_per_turn, limits.context) == (1024, 2048)
 
 
+def test_a_starter_recipe_says_that_the_template_could_not_be_read(tmp_path: Path) -> None:
+    gpu = {"  tokens_per_turn: 64": "  tokens_per_turn: 256\n  context: 2048 # the memory was computed with it"}
+    for name, changes in (("new", {}), ("gpu", gpu)):
+        write_project(tmp_path / name, model="m", changes=changes, thinking="unknown")
+        recipe = tmp_path / name / "recipe.yaml"
+        assert load(recipe)[0].limits.tokens_per_turn == 256
+        assert "256 # 2048 if it thinks before an answer: its template could not be read\n" in recipe.read_text()
+
+
 def test_the_comments_of_the_starter_recipe_are_options(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path)]) == 0
     text = (tmp_path / "recipe.yaml").read_text()
@@ -570,6 +593,7 @@ def test_the_comments_of_the_starter_recipe_are_options(tmp_path: Path) -> None:
     assert config.engine.name == "vllm"
 
 
+@pytest.mark.slow
 def test_the_demo_runs_in_an_empty_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -602,6 +626,7 @@ def complete(line: str, folder: Path) -> list[str]:
     return [answer.strip() for answer in answers.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_options_and_paths(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     (tmp_path / "guess.yaml").write_text("")
@@ -709,6 +734,7 @@ for words, told in {cases!r}:
 """
 
 
+@pytest.mark.slow
 def test_files_that_do_not_exist_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     here, recipe = str(SOURCE.parent), str(SOURCE.parent / "recipes" / "calculator.yaml")
     out = {"rollout": ["--out", str(tmp_path / "out")]}

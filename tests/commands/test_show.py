@@ -9,6 +9,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ def test_the_weights_of_turns_are_shown_where_they_are_not_1(tmp_path: Path) -> 
     one.turns[0].weight, one.turns[1].weight = 0.0, 0.5
     write_trajectories(tmp_path / "trajectories.jsonl", [one])
     out = shown(tmp_path, id="one/0", tokens=True)
-    assert out.count(", weight 0 ") == out.count(", weight 0.5 ") == 1
+    assert (
+        out.count("assistant  weight 0 ") == out.count("assistant  weight 0.5 ") == 1
+    )  # no turn has a reward of its own
     rows = [line.strip("│ ").split() for line in out.splitlines()]
     assert [row[2] for row in rows if len(row) == 5 and row[1] in ("0", "1")] == ["0", "0", "0.5", "0.5"]
     record = json.loads(json.dumps(trajectory_record(one)))
@@ -265,6 +268,59 @@ def test_the_conversations_of_a_step(run: Path) -> None:
     assert shown(run, step=2, failed=True).count("╭─") == 1
 
 
+def test_a_row_over_the_steps_is_a_line_for_each_conversation(run: Path) -> None:
+    path = run / "trajectories.jsonl"
+    long = hold(Says("no " * 90 + "\nor so"), row=a_row("1+2?", id="sum"))
+    write_trajectories(path, [replace(scored(long, 0.0), id="3.0:sum/1")], step=3)
+    write_trajectories(path, [hold(Says(RuntimeError("dead")), row=a_row("1+2?", id="sum"))], step=2)
+    lines = shown(run, row="sum").splitlines()
+    assert lines[0] == "row sum: 3 conversations in 3 steps"
+    assert lines[1:4] == [
+        "step  sample  reward  last answer",
+        "   1       0   1.000  It is 3.",
+        "   2       0       -  failed: engine",
+    ]
+    assert lines[4].startswith("   3       1   0.000  no no no ")
+    assert (len(lines[4]), lines[4][-1]) == (160, "…")
+    assert lines[5] == f"in full: turnwise show {run} --row sum --step N, or --id 3.0:sum/1"
+    # with another choice, the conversations in full
+    assert [line.split()[1] for line in shown(run, row="sum", best=1).splitlines() if line.startswith("╭─")] == [
+        "sum/0"
+    ]
+    assert shown(run, row="sum", tokens=True).count("╭─") == 3
+    with pytest.raises(RunError, match=r"no conversation in .* matches \(ids of rows are [^;]*sum[^;]*\); `turnwise"):
+        shown(run, row="su")
+
+
+def test_ids_and_steps_that_a_record_has_are_named(run: Path) -> None:
+    rows = [replace(a_row(id=str(number)), fields={"id": f"q{number}"}) for number in range(7)]
+    path = run / "eval_trajectories.jsonl"
+    write_trajectories(path, [hold(Says("x"), row=row) for row in rows], step=0)
+    write_trajectories(path, [hold(Says("x"), row=row) for row in rows], step=80)
+    ids = r"\(ids of rows are 0, 1, 2, 3, 4, \.\.\.; their column id is none, unless the recipe has data\.columns\.id=id\)"
+    with pytest.raises(RunError, match=rf"matches {ids};"):
+        shown(run, row="q1", evaluation=True)
+    with pytest.raises(RunError, match=r"matches \(its steps are 0, 80\);"):
+        shown(run, step=40, evaluation=True)
+    for step in range(1, 8):
+        write_trajectories(path, [hold(Says("x"), row=rows[0])], step=step)
+    with pytest.raises(RunError, match=r"matches \(its steps are 0, 1, 2, 3, 4, \.\.\. 80\);"):
+        shown(run, step=40, evaluation=True)
+
+
+def test_errors_of_tools_are_counted_by_tool_and_message(run: Path) -> None:
+    wrong = [call("add", '{"a": 1}'), call("add", '{"a": 2}'), call("sub", "{}"), call("add", '{"a": 1, "b": 1}'), "2"]
+    path = run / "trajectories.jsonl"
+    write_trajectories(path, [scored(hold(Says(*wrong), lambda: Tools([add]), row=a_row(id="wrong")), 0.0)], step=3)
+    lines = shown(run).splitlines()
+    start = lines.index("3 of 5 calls of tools failed: 2 of 4 of add, 1 of 1 of sub")
+    assert lines[start + 1 : start + 4] == [
+        "  2 x add, arguments: the argument 'b' is missing (latest in step 3)",
+        "  1 x sub, unknown_tool: there is no tool 'sub' (the tools are: add) (latest in step 3)",
+        f"  the latest of the first: turnwise show {run} --id wrong/0",
+    ]
+
+
 def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +331,8 @@ def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     assert main(["show", str(run), "--step", "1", "--json"]) == 0
     printed = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
     assert printed == [line["id"] for line in recorded if line["step"] == 1]
+    assert main(["show", str(run), "--row", "low", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["row"]["id"] == "low"
     assert main(["show", str(run), "--step", "1", "--failed", "--json"]) == 0
     assert capsys.readouterr().out == ""
 
@@ -284,6 +342,10 @@ def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     [
         (["--csv"], "--csv prints tables and --worst prints conversations: --json prints them as JSON lines"),
         (["--json", "--tokens"], "--tokens is for text"),
+        (
+            ["--row", "sum", "--metric", "loss"],
+            "--metric prints metrics and --row prints conversations: give one of them",
+        ),
         (["--sort", "reward/mean"], "--worst prints conversations of one run: --sort sorts runs"),
     ],
 )
@@ -295,7 +357,7 @@ def test_a_form_that_conversations_do_not_have_is_refused(
 
 
 def test_that_no_conversation_failed_is_no_error(run: Path) -> None:
-    assert shown(run, step=1, failed=True) == "no conversation of step 1 failed\n"
+    assert shown(run, step=1, failed=True).startswith("no conversation of step 1 failed (errors of tools are")
 
 
 @pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 9, "failed": True}])
@@ -345,7 +407,7 @@ def test_assistant_messages_of_the_opening_are_no_turns() -> None:
     row.messages.append({"role": "assistant", "content": "Yo."})  # type: ignore[attr-defined]
     row.messages.append({"role": "user", "content": "And?"})  # type: ignore[attr-defined]
     lines = [line.strip("│ ") for line in text(conversation(hold(Says("So."), row=row))).splitlines()]
-    assert lines[1:-1] == ["user", "Hi", "assistant", "Yo.", "user", "And?", "assistant  reward 0", "So."]
+    assert lines[1:-1] == ["user", "Hi", "assistant", "Yo.", "user", "And?", "assistant", "So."]
 
 
 def test_brackets_are_text_wherever_they_stand() -> None:
@@ -520,6 +582,37 @@ def test_the_parts_that_are_shown_add_up_to_the_reward_and_each_has_a_metric(run
     assert "rewards of step 1: deal 0.333, length -0.200, turns 0.500" in shown(run)
 
 
+def test_a_part_of_one_environment_is_averaged_over_the_rows_of_its_data_set() -> None:
+    @environment
+    async def sums(row: Any) -> Any:
+        turn = yield Opening(messages=row.messages)
+        yield Reply(
+            rewards={"right": float(turn.text == "4"), **({"short": 1.0} if turn.text == "4" else {})}, done=True
+        )
+
+    @environment
+    async def talks(row: Any) -> Any:
+        yield Opening(messages=row.messages)
+        yield Reply(rewards={"polite": 0.5}, done=True)
+
+    def held(made: Any, source: str, *texts: str) -> Group:
+        row = replace(a_row(id=source), source=source)
+        return Group(id=source, row=row, trajectories=[hold(Says(text), made, row=row) for text in texts])
+
+    groups = [held(sums, "sums", "4", "4", "4", "5"), held(talks, "talks", *"aaaa")]
+    asyncio.run(Scorer().score(groups))
+    metrics = conversation_metrics(groups)
+    assert metrics["reward/mean"] == pytest.approx(1.0)
+    assert (metrics["rewards/right/mean"], metrics["rewards/polite/mean"]) == (0.75, 0.5)
+    assert metrics["rewards/short/mean"] == 0.75  # 0 where its environment did not give it
+    assert (metrics["rewards/polite/std"], metrics["rewards/right/std"]) == (0.0, pytest.approx(0.1875**0.5))
+    one_file = [Group(id=g.id, row=replace(g.row, source=""), trajectories=g.trajectories) for g in groups]
+    for group in one_file:
+        for one in group.trajectories:
+            one.row = group.row
+    assert conversation_metrics(one_file)["rewards/right/mean"] == 0.375  # nothing says that there are two environments
+
+
 def test_metrics_that_are_not_there_are_named_after_those_that_are(run: Path) -> None:
     console = Console(width=160, no_color=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "rewards/long/mean": 1.0}\n')
@@ -572,7 +665,8 @@ def test_runs_are_a_table_with_the_options_that_differ(runs: Path, capsys: pytes
     ]  # the last value is the best
     assert rows[2] == [str(runs / "slow"), "finished", "5", "0.300", "(0.800", "@2)", "0.750", "1e-06", "0"]
     assert f"left out: {runs / 'notes'} is not a run" in out
-    assert printed(capsys, runs, "--sort", "train.lr").splitlines()[1].startswith(str(runs / "slow"))
+    for heading in ("train.lr", "lr"):
+        assert printed(capsys, runs, "--sort", heading).splitlines()[1].startswith(str(runs / "slow"))
     assert "loss" in printed(capsys, runs, "--metric", "loss").splitlines()[0]
 
 
@@ -660,11 +754,42 @@ def test_json_and_csv_of_a_metric_of_one_run_have_a_row_for_each_step(
     assert json.loads(capsys.readouterr().out) == rows
 
 
+def test_metrics_of_evaluations_of_one_run_are_named_as_in_the_table_of_runs(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "slow"
+    of_table = printed(capsys, run, "--metric", "eval/reward/mean")
+    assert of_table == printed(capsys, run, "--eval", "--metric", "reward/mean")
+    assert "0.75" in of_table
+    both = printed(capsys, run, "--metric", "eval/reward/mean", "--metric", "reward/mean")
+    assert both == printed(capsys, run, "--metric", "reward/mean") + of_table
+    assert main(["show", str(run), "--json", "--metric", "eval/reward/mean", "--metric", "reward/mean"]) == 1
+    assert "which are two tables: print one after the other" in capsys.readouterr().err
+
+
+def test_the_table_is_sorted_by_any_metric_and_so_are_the_means_over_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n, (rate, errors) in enumerate([(1e-4, 3.0), (1e-4, 2.0), (1e-6, 1.0), (1e-6, 0.0)]):
+        run = a_run(tmp_path / f"run-{n}", options={"train": {"steps": 5, "lr": rate}, "seed": n % 2})
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "reward/mean": 0.5, "tool_errors/mean": errors}) + "\n")
+    out = printed(capsys, tmp_path, "--sort", "tool_errors/mean")
+    runs, _, seeds = out.partition("over the seeds")
+    assert "tool_errors/mean" in runs.splitlines()[0]
+    assert [line.split("run-")[1][0] for line in runs.splitlines() if "run-" in line] == ["3", "2", "1", "0"]
+    assert seeds.index("1e-06") < seeds.index("0.0001")  # the lower the better
+    assert printed(capsys, tmp_path, "--sort", "run")  # what the table of the means has not
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--metric", "reward"], "reward is not a metric of these runs"),
-        (["--sort", "nothing"], "--sort=nothing is not a column of the table; the columns are: run, kind"),
+        (
+            ["--sort", "nothing"],
+            "--sort=nothing is neither a metric of these runs nor a column of the table; the columns are: run, kind",
+        ),
         (["--json", "--csv"], "--json and --csv are both given"),
         (["--last", "3"], "--last prints conversations of one run"),
         (["--step", "0"], "--step prints conversations of one run"),

@@ -15,7 +15,16 @@ from support.recipes import save_recipe
 from support.runs import a_run
 from turnwise.cli import main
 from turnwise.commands.command import Context, Stops
-from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, named_sets, run_name, split_values
+from turnwise.commands.sweep import (
+    Sweep,
+    _without_directory,
+    chosen_metric,
+    combinations,
+    divided,
+    named_sets,
+    run_name,
+    split_values,
+)
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.summary import summarize_run
@@ -32,6 +41,9 @@ def test_values_are_divided_at_commas_outside_of_brackets_and_quotes() -> None:
     )
     with pytest.raises(ConfigError, match=r"output=x,y: the sweep sets output of each run"):
         divided(["output=x,y"])
+    assert _without_directory(["seed=0,1", "output=my/runs"], None) == (["seed=0,1"], Path("my/runs"))
+    for words, out in ((["output=x,y"], None), (["output=x"], Path("y"))):  # which `divided` refuses
+        assert _without_directory(words, out) == (words, out)
 
 
 def test_runs_are_all_combinations_and_their_names_say_which() -> None:

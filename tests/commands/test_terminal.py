@@ -43,6 +43,7 @@ from turnwise.record.evaluation import (
     estimate,
     paired_test,
 )
+from turnwise.terminal import report
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress, stages
 from turnwise.terminal.tables import p_value, print_results
@@ -157,6 +158,30 @@ def test_without_a_terminal_there_is_plain_text(capsys: pytest.CaptureFixture[st
     assert "step 12  reward 0.812  turns 3.500" in written.getvalue()
     assert main(["show", "nowhere"]) == 1
     assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("done", "evaluates", "line"),
+    [
+        (11, False, "training demo/model: 12 steps of 8 rows x 8 conversations, into runs/x"),
+        (12, False, "nothing to do: runs/x has done 12 steps, and the recipe has 12. To go on, raise train.steps"),
+        (13, True, "nothing to train, only to evaluate: runs/x has done 13 steps, and the recipe has 12."),
+    ],
+)
+def test_a_run_whose_steps_are_done_says_so_and_how_to_go_on(done: int, evaluates: bool, line: str) -> None:
+    written = io.StringIO()
+    report = TrainReport(Terminal(file=written, width=80))
+    config = Config.model_validate(
+        {
+            "model": {"path": "demo/model"},
+            "data": {"train": "rows.jsonl"},
+            "train": {"steps": 12, "batch_size": 8, "group_size": 8},
+            "output": "runs/x",
+        }
+    )
+    report.begin(config, done=done, notes=[], evaluates=evaluates)
+    report.close()
+    assert written.getvalue().startswith(line)
 
 
 def an_evaluation() -> EvaluationResult:
@@ -275,7 +300,7 @@ def test_a_short_step_prints_no_sign_of_life() -> None:
     assert written.getvalue() == ""
 
 
-def test_a_command_shows_its_present_stage_on_a_terminal() -> None:
+def test_a_command_shows_its_present_stage_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     with stages(Console(file=written, force_terminal=True, width=80)) as begin:
         begin("checking: [log-probs]")
@@ -286,6 +311,19 @@ def test_a_command_shows_its_present_stage_on_a_terminal() -> None:
     with stages(Console(file=elsewhere)) as begin:
         begin("checking: log-probs")
     assert elsewhere.getvalue() == ""
+    monkeypatch.setattr(report, "_FIRST_LINE", 0.05)
+    with stages(Console(file=elsewhere)) as begin:
+        begin("checking: log-probs")
+        while not elsewhere.getvalue():
+            time.sleep(0.02)
+    assert re.fullmatch(r"checking: log-probs, \d+ s\n", elsewhere.getvalue())
+    monkeypatch.setattr(report, "_FIRST_LINE", 60.0)
+    monkeypatch.setattr(report, "_SILENT", 0.0)
+    elsewhere = io.StringIO()
+    with stages(Console(file=elsewhere)) as begin:
+        begin("checking: [log-probs]")
+        begin("checking: credit")
+    assert elsewhere.getvalue() == "checking: [log-probs]\nchecking: credit\n"
 
 
 def test_a_long_step_prints_a_line_in_each_interval_where_there_is_no_terminal(recipe: Path) -> None:

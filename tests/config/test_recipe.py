@@ -531,6 +531,8 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("epochs=2", "did you mean train.epochs or sft.epochs?"),
         ("train.report_to=wandb", "experiment trackers are in the section loggers"),
         ("lora.rank=8", "it is called model.lora here"),
+        ("model.use_liger_kernel=true", "there is no option model.use_liger_kernel; write model.kernels=liger"),
+        ("model.use_liger=false", "there is no option model.use_liger; write model.kernels=none"),
         ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
     ],
 )

@@ -134,6 +134,13 @@ def test_columns_are_mapped_and_the_others_kept(tmp_path: Path) -> None:
     assert row.fields == {"level": 3, "answer": "2"}
     (row,) = read_rows(source, columns={"prompt": "question", "id": "level"})
     assert (row.id, row.fields) == ("3", {"solution": "2"})
+    (row,) = read_rows(source, columns={"prompt": "question", "source": "level"})
+    assert (row.source, row.fields) == ("3", {"solution": "2", "source": 3})
+    rows = read_rows(
+        [source, jsonl(tmp_path, {"question": "?", "level": 4}, name="b.jsonl")],
+        columns={"prompt": "question", "source": "level"},
+    )
+    assert [row.source for row in rows] == [source, str(tmp_path / "b.jsonl")]  # data sets are kinds, too
 
 
 @pytest.mark.usefixtures("_caches")

@@ -266,8 +266,13 @@ def test_a_game(recipe: Callable[[str], Any]) -> None:
 
 
 def test_a_class_with_reset_and_step(recipe: Callable[[str], Any]) -> None:
-    trajectory = hold(Says("shout hello", "bye"), recipe("shell.py"), row=a_row(greeting="Yes?"))
-    assert [one["content"] for one in trajectory.messages] == ["Hi\n\nYes?", "shout hello", "HELLO", "bye"]
+    trajectory = hold(Says("shout hello", "bye"), recipe("shell.py"), row=a_row(name="Ann"))
+    assert [one["content"] for one in trajectory.messages] == [
+        "Hi\n\nGood day. I am Ann.",
+        "shout hello",
+        "HELLO",
+        "bye",
+    ]
 
 
 def test_a_trl_environment(recipe: Callable[[str], Any]) -> None:

@@ -73,6 +73,7 @@ TESTED: Mapping[str, str] = {
         for name in ("type", "double")
     },
     "model.gguf_file": "training/test_loading.py::test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors",
+    "model.kernels": "training/test_kernels.py::test_layers_with_the_code_of_llama_get_the_kernels",
     "model.router_replay": "training/test_experts.py::test_a_run_records_experts_and_uses_them_again",
     "loss.router_aux_loss_coef": "training/test_experts.py::test_steps_on_the_loss_balance_the_experts",
     "model.chat_template_kwargs": "chat/test_template_arguments.py::test_rollouts_and_evaluations_use_the_arguments",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from turnwise.config.recipe import load
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
 from turnwise.doctor.options import take_effect
-from turnwise.doctor.recipe import conversations
+from turnwise.doctor.recipe import conversations, tools_and_rewards
 from turnwise.doctor.template import contents, headers, openings
 from turnwise.errors import DataError
 from turnwise.options.section import Use
@@ -96,6 +97,7 @@ def test_a_good_model_is_reported_on_a_page(model: Path, capsys: pytest.CaptureF
     assert [line[6:20].strip() for line in lines if line.startswith(" ")] == [*profile, *runs]
 
 
+@pytest.mark.slow
 def test_a_recipe_adds_what_it_does_with_the_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +117,7 @@ def test_the_exit_status_is_1_where_something_is_wrong(tmp_path: Path, capsys: p
     assert out.endswith("not ready for training: 0 ok, notes: 0, failures: 1\n")
 
 
+@pytest.mark.slow
 def test_the_model_of_a_recipe_need_not_be_given(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +287,7 @@ def test_a_tokenizer_of_another_model_fails(copy: Path) -> None:
     assert checks["log-probs"].text == "not checked, because of --weights never"
 
 
+@pytest.mark.slow
 def test_without_weights_all_other_checks_run(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     checks = asked(copy)
@@ -296,6 +300,7 @@ def test_without_weights_all_other_checks_run(copy: Path) -> None:
 # the model with its weights
 
 
+@pytest.mark.slow
 def test_trainer_engine_and_a_plain_pass_agree_at_step_0(model: Path) -> None:
     found = asked(model)["log-probs"]
     assert found.status == "ok"
@@ -340,6 +345,7 @@ def test_what_bfloat16_explains_grows_with_the_logits() -> None:
     assert 0.6 < tolerance(40.0) < 1.3  # 0.87 for 40; the logits of the sampled tokens differ a little from these
 
 
+@pytest.mark.slow
 def test_weights_that_are_missing_or_nan_are_named(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -439,6 +445,36 @@ def test_an_option_that_makes_no_difference_is_a_note(model: Path, tmp_path: Pat
     assert found.text.endswith("it makes no difference here to leave out data.max_rows")
 
 
+def test_the_tools_are_named_by_what_gives_them(model: Path, tmp_path: Path) -> None:
+    server = {"command": sys.executable, "args": ["-I", "-S", str(PLACES.parent / "small_mcp_server.py")]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"pump": server, "idle": server}}))
+    (tmp_path / "own.py").write_text(
+        "from turnwise import Opening, Reply\n\n\n"
+        "class Offers:\n"
+        "    async def begin(self, row):\n"
+        "        tool = {'type': 'function', 'function': {'name': 'peek', 'description': '', 'parameters': {}}}\n"
+        "        return Opening(messages=row.messages, tools=[tool])\n\n"
+        "    async def step(self, turn):\n"
+        "        return Reply(reward=1.0, done=True)\n\n"
+        "    async def close(self): ...\n"
+    )
+    # names of two servers must differ, so that one of these gives its prompts only
+    mcp = {"servers": str(tmp_path / "mcp.json"), "select": [], "also": ["prompts"]}
+    tools = ["turnwise.environments.calculator:calculate"]
+    environment = f"{tmp_path / 'own.py'}:Offers"
+    config, _ = load(write_recipe(tmp_path, environment=environment, tools=tools, mcp=mcp), [f"model.path={model}"])
+    found, _ = tools_and_rewards(config, assembly.rows(config), Renderer.from_pretrained(str(model)), None)
+    assert (found.status, found.text) == (
+        "ok",
+        "6 tools: turnwise.environments.calculator:calculate gives calculate; MCP server pump gives pump_list_prompts, "
+        "pump_get_prompt; MCP server idle gives idle_list_prompts, idle_get_prompt; "
+        f"environment={environment} gives peek",
+    )
+    without, _ = load(write_recipe(tmp_path), [f"model.path={model}"])
+    (only,) = tools_and_rewards(without, assembly.rows(without), Renderer.from_pretrained(str(model)), None)
+    assert only.name == "rewards"
+
+
 @pytest.mark.slow
 def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, reward={"trajectory": [{"use": f"{PLACES}:length", "weight": 0.5}]})
@@ -459,7 +495,7 @@ def test_rewards_that_are_all_equal_are_a_note_with_the_values_of_each_function(
     )
     found = asked(model, recipe)["rewards"]
     assert (found.status, "The rewards are all equal" in found.text) == ("note", True)
-    assert f"environment={PLACES}:indifferent 0.5, 0.5, 0.5, 0.5; short " in found.text
+    assert f"environment={PLACES}:indifferent: 0.5, 0.5, 0.5, 0.5; short: " in found.text
     assert asked(model, recipe, weights="never")["rewards"].status == "ok"  # scripted: the values mean nothing
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support import hybrids, mixtures
 from support.qwen3 import QWEN3, save_config
 from support.tiny import tiny_model
 from turnwise.assembly import model_source
@@ -39,6 +40,7 @@ from turnwise.models.device import GpuMemory, known_dtype
 from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import Config
 from turnwise.starter import write_project
+from turnwise.terminal import report
 
 ROOT = Path(__file__).parents[2]
 WORK = Workload(conversations=64, tokens=512)
@@ -49,6 +51,7 @@ def config(**sections: Any) -> Config:
     return Config.model_validate({"model": model, "data": {"train": "rows.jsonl"}, **sections})
 
 
+@pytest.mark.slow
 def test_what_a_recipe_leaves_open_is_computed_for_the_card() -> None:
     shape = tiny_model(vocabulary=2000).config
     tokens = []
@@ -71,16 +74,76 @@ def test_what_a_recipe_leaves_open_is_computed_for_the_card() -> None:
     assert fitted(config(), shape, WORK, section="train", gib=0.5).train.micro_batch_tokens is None
 
 
+AWAY: dict[str, dict[str, Any]] = {
+    "stays": {},
+    "sampling": {"offload": "sampling"},
+    "cpu": {"offload": "cpu"},
+    "kahan": {"offload": "sampling", "master_weights": "kahan"},
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sections", "passes", "step", "sampling"),
+    [
+        ("stays", {}, 12, 12, 12),
+        ("cpu", {}, 0, 0, 0),
+        ("sampling", {}, 0, 12, 0),
+        ("kahan", {}, 0, 10, 0),
+        ("sampling", {"train": {"minibatches": 2}}, 12, 12, 0),  # it is there since the first step
+        ("sampling", {"train": {"ppo_epochs": 2}}, 12, 12, 0),
+    ],
+)
+def test_what_only_steps_need_is_counted_where_it_is(
+    optimizer: str, sections: dict[str, Any], passes: int, step: int, sampling: int
+) -> None:
+    shape = tiny_model(vocabulary=300).config
+    train = {**sections.get("train", {}), "optimizer": AWAY[optimizer], "micro_batch_tokens": 512}
+    recipe = config(model={"dtype": "bfloat16"}, train=train)
+    facts = memory._without_pass(recipe, shape)
+    during: tuple[memory.Part, ...] = ("passes", "step", "sampling")
+    held = [
+        {part.name: part.bytes / facts.trained_count for part in memory._held(recipe, facts, "train", one)}
+        for one in during
+    ]
+    assert [parts["optimizer"] for parts in held] == [passes, step, sampling]
+    assert [parts["gradients"] for parts in held] == [2, 2, 0]
+    update, of_sampling = memory.phases(recipe, shape, WORK, card_gib=24.0)
+    names = {part.name: part.bytes / facts.trained_count for part in update.parts}
+    assert names.get("optimizer", 0) == (step if "temporary tensors of the optimizer" in names else passes)
+    assert "optimizer" not in {part.name for part in of_sampling.parts} or sampling > 0
+    with_critic = config(
+        model={"dtype": "bfloat16"}, train=train, credit={"name": "gae"}, engine={"name": "vllm", "sleep": True}
+    )
+    of_critic = [memory.held_bytes(with_critic, shape, "train", one) / facts.trained_count for one in during]
+    # its weights and gradients, and its optimizer
+    assert of_critic[1] - sum(held[1].values()) == pytest.approx(2 + 2 + step)
+    assert of_critic[2] - sum(held[2].values()) == pytest.approx(2 + 2 + sampling)
+
+
+@pytest.mark.parametrize("section", ["train", "sft"])
+def test_state_that_leaves_the_gpu_is_offered_where_the_run_takes_turns(section: str) -> None:
+    def offered(**sections: Any) -> list[Any]:
+        ways = what_fits._methods(config(**sections), section)
+        return [way.get(f"{section}.optimizer.offload") for way in ways if "model.lora.rank" not in way]
+
+    with_it = [None, None, "sampling", None, "sampling", None, None, "sampling"]  # beside Kahan: 8 bits
+    assert offered() == (with_it if section == "train" else [None] * len(with_it))
+    assert set(offered(model={"lora": {"rank": 4}})) == {None}
+    assert set(offered(**{section: {"optimizer": {"offload": "cpu"}}})) == {None}
+
+
+@pytest.mark.slow
 def test_a_given_micro_batch_needs_what_the_same_one_needs_that_was_computed() -> None:
     """Also if it is no multiple of the longest conversation: packing fills it with shorter ones."""
     shape, work, gib = tiny_model(vocabulary=2000).config, replace(WORK, tokens=700), 0.64
-    tokens, update = fit._micro_batch(config(), shape, work, "train", gib)
+    needs = fit._of_process(config(), shape, work, "train", gib)
+    tokens, update = fit._micro_batch(config(), work, "train", gib, needs)
     assert tokens is not None
     assert 700 < tokens < 16384
     assert tokens % 700 > 256
-    always = memory.always_bytes(config(), shape, "train")
+    always = memory.held_bytes(config(), shape, "train")
     given = config(train={"micro_batch_tokens": tokens})
-    known, needed = fit._micro_batch(given, shape, work, "train", gib)
+    known, needed = fit._micro_batch(given, work, "train", gib, needs)
     assert known == tokens
     assert needed - always == pytest.approx(update - always, rel=0.02)
     # what fits by whole conversations only is refused
@@ -89,19 +152,23 @@ def test_a_given_micro_batch_needs_what_the_same_one_needs_that_was_computed() -
     assert check.status == "fail"
 
 
+@pytest.mark.slow
 def test_a_micro_batch_stays_in_bounds_where_the_optimizer_needs_more_than_a_short_pass() -> None:
     """Then further tokens add more than the first ones, and a line through two short passes ends above the limit."""
     shape, work, limit = tiny_model(vocabulary=2000).config, replace(WORK, tokens=512), 9000 * 2**20
     shape.hidden_size, shape.intermediate_size = 1024, 2**15
     recipe = config(model={"dtype": "bfloat16"})
     gib = limit / 2**30 / USABLE
-    tokens, update = fit._micro_batch(recipe, shape, work, "train", gib)
-    one, two = (fit._update_bytes(recipe, shape, work, "train", number, gib) for number in (512, 1024))
+    needs = fit._of_process(recipe, shape, work, "train", gib)
+    tokens, update = fit._micro_batch(recipe, work, "train", gib, needs)
+    short = (memory.changed(recipe, ["train", "micro_batch_tokens"], number) for number in (512, 1024))
+    one, two = map(needs.update, short)
     assert tokens is not None
     assert one + (two - one) * (tokens - 512) / 512 < 0.95 * update
     assert 0.97 * limit < update <= limit
 
 
+@pytest.mark.slow
 def test_a_run_computes_with_the_memory_that_others_leave(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = GpuMemory("A card", 24 * 2**30, 2 * 2**30)
     for module in (fit, device):
@@ -115,6 +182,7 @@ def test_a_run_computes_with_the_memory_that_others_leave(model: Path, monkeypat
     assert f"train.micro_batch_tokens={known.train.micro_batch_tokens}" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "least"), [("8B", 8.4)])
 def test_a_card_that_is_too_small_is_told_what_is_needed(size: str, least: float, tmp_path: Path) -> None:
     path = str(save_config(tmp_path / "model", size))
@@ -151,23 +219,19 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "checkpointing", "tied", "device"),
     [
         ("LoRA", True, True, "cuda"),  # by one and two layers, the peak would be 13 % too high with six
-        *(
-            pytest.param(method, checkpointing, tied, device, marks=pytest.mark.slow)
-            for method, checkpointing, tied, device in [
-                ("all weights", False, False, "cuda"),
-                ("all weights", True, True, "cuda"),
-                ("LoRA", False, True, "cuda"),
-                ("LoRA", True, False, "cuda"),
-                ("LoRA", True, True, "cpu"),
-                ("LoRA of the embedding", True, False, "cuda"),
-                ("QLoRA", True, True, "cuda"),
-                ("QLoRA", False, False, "cuda"),
-            ]
-        ),
+        ("all weights", False, False, "cuda"),
+        ("all weights", True, True, "cuda"),
+        ("LoRA", False, True, "cuda"),
+        ("LoRA", True, False, "cuda"),
+        ("LoRA", True, True, "cpu"),
+        ("LoRA of the embedding", True, False, "cuda"),
+        ("QLoRA", True, True, "cuda"),
+        ("QLoRA", False, False, "cuda"),
     ],
 )
 def test_alike_layers_count_like_all_of_them(method: str, checkpointing: bool, tied: bool, device: str) -> None:
@@ -183,17 +247,61 @@ def test_alike_layers_count_like_all_of_them(method: str, checkpointing: bool, t
         source=source, workload=work, micro_batch_tokens=256, mixed=False, on_gpu=device == "cuda", on_ranks=False
     )
     model = empty_model(source, shape)
-    assert memory._layers_alike(model, shape) == 4
+    assert len(set(memory._kinds_of_layers(model, shape))) == 1
     activations, peak = memory._traced_bytes(model, options, large=True)
     trace = memory._trace(options, shape)
     assert trace.activations == pytest.approx(activations, rel=0.001)
     assert trace.peak - memory._facts_of(source, shape).dequantized == pytest.approx(peak, rel=0.001)
 
 
-def test_layers_of_two_kinds_are_not_alike() -> None:
-    shape = tiny_model(num_hidden_layers=5).config
-    shape.layer_types = ["full_attention"] * 4 + ["sliding_attention"]
-    assert memory._layers_alike(empty_model(model_source(config()), shape), shape) == 0
+_PATTERNS = {
+    "lfm2": ["conv", "conv", "full_attention"] * 2,
+    "qwen3_5": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "gpt_oss": ["sliding_attention", "full_attention"] * 3,
+}
+
+
+def with_layers(family: str, layers: int, **options: Any) -> Any:
+    shape = {**hybrids.CONFIGS, **mixtures.CONFIGS}[family]()
+    for name, value in {"num_hidden_layers": layers, **options}.items():
+        setattr(shape, name, value)
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "checkpointing"),
+    [
+        ("lfm2", "all weights", False),
+        pytest.param("lfm2", "LoRA", False, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "LoRA", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "LoRA", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "all weights", True, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_of_two_kinds_count_like_all_of_them(family: str, method: str, checkpointing: bool) -> None:
+    """The pass of a model with layers of two kinds, by one of each kind and one more, and by all of them."""
+    shape = with_layers(family, len(_PATTERNS[family]), layer_types=_PATTERNS[family])
+    model = {"dtype": "bfloat16", "gradient_checkpointing": checkpointing, **_METHODS[method]}
+    source = model_source(config(model=model))
+    work = Workload(conversations=1, tokens=256)
+    options = PassOptions(
+        source=source, workload=work, micro_batch_tokens=256, mixed=False, on_gpu=True, on_ranks=False
+    )
+    facts = memory._facts_of(source, shape)
+    assert len(set(facts.kinds)) == 2
+    expected = memory._traced_bytes(empty_model(source, shape), options, large=False)
+    assert memory._by_kinds(facts, options, shape, large=False) == pytest.approx(expected, rel=0.001)
+
+
+def test_layers_whose_kind_depends_on_their_number_are_all_traced() -> None:
+    """The first layers of DeepSeek V3 are dense (`first_k_dense_replace`): fewer layers would be others."""
+    shape = with_layers("deepseek_v3", 6, first_k_dense_replace=2)
+    source = model_source(config(model={"device": "cuda"}))
+    work = Workload(conversations=1, tokens=64)
+    options = PassOptions(source=source, workload=work, micro_batch_tokens=64, mixed=False, on_gpu=True, on_ranks=False)
+    facts = memory._facts_of(source, shape)
+    assert len(set(facts.kinds)) == 2
+    assert memory._by_kinds(facts, options, shape, large=False) is None
 
 
 def test_ways_replace_each_other_and_are_recipes() -> None:
@@ -215,10 +323,19 @@ def test_learning_rates_fall_with_the_size_and_rise_for_adapters() -> None:
 
 
 @pytest.mark.slow
-def test_a_starter_recipe_for_a_model_and_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_starter_recipe_for_a_model_and_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_SILENT", 0.0)
     path = save_config(tmp_path / "model", "8B")
     assert main(["init", str(tmp_path / "new"), "--model", str(path), "--gpu", "24"]) == 0
-    printed = capsys.readouterr().out.replace("\n", " ")
+    captured = capsys.readouterr()
+    printed = captured.out.replace("\n", " ")
+    assert captured.err.splitlines() == [
+        f"reading {path}",
+        *(f"trying {way.name}, with conversations of 4,096 tokens" for way in WAYS[:8]),
+        "computing the memory of a step with LoRA, checkpointing",
+    ]
     assert "on a GPU with 24 GiB: LoRA, checkpointing" in printed
     assert f"turnwise doctor {path} --recipe recipe.yaml model.device=cuda --memory-gb 24 " in printed
     written = yaml.safe_load((tmp_path / "new" / "recipe.yaml").read_text())
@@ -270,6 +387,31 @@ def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
     assert known_dtype(config(deterministic=True)) == "float32"
     assert known_dtype(config(cluster={"launcher": "local"})) == "float32"  # all ranks have the same
     assert known_dtype(config(model={"dtype": "float32"})) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({}, None),
+        ({"model": {"dtype": "float32"}}, "set model.autocast=true (float32 weights) or model.dtype=bfloat16"),
+        ({"model": {"dtype": "float32", "autocast": True}}, None),
+        ({"model": {"dtype": "float32", "device": "cpu"}}, None),
+        ({"cluster": "local"}, "set cluster.fsdp.param_dtype=bfloat16 (float32 weights)"),
+        ({"cluster": {"launcher": "local", "fsdp": {"param_dtype": "bfloat16"}}}, None),
+    ],
+)
+def test_products_in_float32_on_a_gpu_are_told(
+    sections: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    capability = (8, 0)
+    monkeypatch.setattr(device, "sees_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
+    said = device.slow_products(config(**sections))
+    assert said is None if told is None else told in str(said)
+    capability = (7, 5)  # it has no products in bfloat16
+    assert device.slow_products(config(**sections)) is None
 
 
 def test_why_a_gpu_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,12 +512,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("gib", [1.3, 2.2, 4.4])
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        *((name, 1.3) for name in SETTINGS),
+        *((name, 2.2) for name in ("own adapter", "server", "sleeping server")),
+        *((name, 4.4) for name in ("open", "float32", "server's cache")),
+    ],
+)
 def test_what_is_said_to_fit_fits(name: str, gib: float, small: str) -> None:
     assert_what_is_said_to_fit_fits(name, gib, small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gib"), [("numbers", 1.3), ("server", 1.3), ("server", 4.4)])
 def test_what_is_said_to_fit_a_smaller_model_fits(name: str, gib: float, smaller: str) -> None:
     assert_what_is_said_to_fit_fits(name, gib, smaller)
@@ -422,6 +571,7 @@ def test_fine_tuning_and_cpus_are_told_what_fits_too(small: str) -> None:
         assert fit_check(applied(config, check), small, section=section, memory_gb=gib).status == "ok", check
 
 
+@pytest.mark.slow
 def test_a_server_is_counted_on_the_gpu_that_it_uses(smaller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     apart = recipe(smaller, engine={"name": "vllm", "memory_gb": 1.5})
@@ -443,6 +593,7 @@ def test_a_server_is_counted_on_the_gpu_that_it_uses(smaller: str, monkeypatch: 
     assert again.status == "ok"
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_starting_the_servers_would(small: str, model: Path, tmp_path: Path) -> None:
     python = tmp_path / "no" / "python"
     tree = {"engine": {"name": "vllm", "python": str(python)}, "model": {"device": "cpu"}}
@@ -455,6 +606,7 @@ def test_the_doctor_says_what_starting_the_servers_would(small: str, model: Path
     assert found["engine"].text == str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_the_engine_is_named(tmp_path: Path) -> None:
     import sys
 
@@ -465,11 +617,29 @@ def test_an_interpreter_without_the_engine_is_named(tmp_path: Path) -> None:
     assert installed_version("A server", sys.executable, "yaml") == f"{yaml.__version__} (PyYAML)"
 
 
+def test_a_recipe_of_init_has_no_longer_context_than_the_model(tmp_path: Path, model: Path) -> None:
+    model_config = read_model_config(str(model))
+    model_config.max_position_embeddings = 1500
+    model_config.save_pretrained(tmp_path / "model")
+    path = str(tmp_path / "model")
+    found = starter(path, read_model_config(path), 24.0)
+    assert found.context == 1500
+    assert found.plan is not None
+    lines = starter_lines(found.plan, found.context, 24.0)
+    assert "context: 1500 " in lines["  tokens_per_turn: 64"]
+    assert any(" million parameters" in line for line in lines.values())
+    write_project(tmp_path / "new", model=path, changes=lines)
+    longer, _ = load(tmp_path / "new" / "recipe.yaml", ["model.device=cuda", "limits.context=1501"])
+    with pytest.raises(
+        ConfigError, match=r"limits\.context=1501 is more than the model's longest context, 1500 tokens"
+    ):
+        fit_check(longer, path, section="train", memory_gb=24.0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["0.6B", "1.7B"])
-def test_a_recipe_of_init_moves_to_smaller_cards(size: str, tmp_path: Path) -> None:
+def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
     """Also with the line of its comment on vLLM, and with the numbers that init and the doctor print."""
-    path = str(save_config(tmp_path / "model", size))
+    path = str(save_config(tmp_path / "model", "1.7B"))
     found = starter(path, read_model_config(path), 24.0)
     assert found.plan is not None
     printed = starter_check(found.plan, found.context, read_model_config(path), 24.0)

@@ -580,6 +580,7 @@ def test_columns_of_verl_that_nothing_reads_are_noted(
     assert told is None or re.search(told, notes[0])
 
 
+@pytest.mark.slow
 def test_checks_that_passed_are_made_again_for_another_tokenizer_template_or_option_only(
     tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

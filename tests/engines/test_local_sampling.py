@@ -439,6 +439,7 @@ def difference(model: PreTrainedModel, before: list[int], completion: Completion
     return float(np.abs(np.array(own) - np.array(completion.logprobs)).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_one_base_sample_in_one_batch_what_each_of_them_says(name: str) -> None:
     models = models_of(family(name))

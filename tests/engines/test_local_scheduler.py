@@ -140,6 +140,7 @@ def test_samples_of_several_long_prompts_read_each_prompt_once() -> None:
         assert answer.raw_logprobs == pytest.approx(own_logprobs(model, prompt, answer), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_any_company_any_bound_the_models_own_numbers(seed: int) -> None:
     """Conversations of all kinds at once; whatever is said has the log-probabilities of one pass."""
@@ -649,6 +650,7 @@ def test_a_large_cache_is_freed_before_an_update_unless_a_request_is_running(mon
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_the_youngest_makes_way_and_loses_nothing() -> None:
     model = make("qwen3")
     requests = [speak(str(index), tokens(30, index), 150, seed=index) for index in range(4)]

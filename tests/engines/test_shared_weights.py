@@ -122,6 +122,7 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
 # The buffer between two processes
 
 
+@pytest.mark.slow
 def test_another_process_reads_a_part_and_finds_a_wrong_value() -> None:
     given = weights()
     (part,) = parts_of(given, checked_values(given))

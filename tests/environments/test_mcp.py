@@ -23,7 +23,7 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from turnwise import assembly
 from turnwise.config.recipe import checked
-from turnwise.environments.mcp import McpServer, McpServers, _Sessions, _without_titles
+from turnwise.environments.mcp import McpServer, McpServers, _own_words, _Sessions, _without_titles
 from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
@@ -163,10 +163,25 @@ def test_images_arrive_as_images(stdio: list[Tool]) -> None:
 
 def test_an_error_of_a_tool_is_reported_and_not_tried_again(stdio: list[Tool]) -> None:
     answer = ask(stdio, "fail")
-    assert (answer.outcome.error, answer.content) == ("raised", "Error: Error executing tool fail: the pump is broken")
+    assert (answer.outcome.error, answer.content) == ("raised", "Error: the pump is broken")
     assert ask([replace(tool, retries=3) for tool in stdio], "fail").outcome.attempts == 1
     answer = ask(stdio, "refuse")
     assert (answer.outcome.error, answer.content) == ("raised", 'Error: {"code": 17}')
+
+
+@pytest.mark.parametrize(
+    ("told", "own"),
+    [
+        ("Error executing tool fail: no water", "no water"),  # the SDK for Python
+        ("Error executing tool fail", ""),
+        ("Error executing tool other: no water", "Error executing tool other: no water"),
+        ("Error calling tool 'fail': no water", "no water"),  # fastmcp
+        ("MCP error -32602: no water", "no water"),  # the SDK for TypeScript
+        ("no water: Error executing tool fail: x", "no water: Error executing tool fail: x"),
+    ],
+)
+def test_what_servers_put_in_front_of_an_error_is_not_told_to_the_model(told: str, own: str) -> None:
+    assert _own_words(told, "fail") == own
 
 
 def test_a_server_gets_nothing_of_our_environment_that_is_not_safe(stdio: list[Tool]) -> None:
@@ -386,6 +401,7 @@ def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
     assert words == {"run": ["a", "a a"], "conversation": ["a", "a"]}
 
 
+@pytest.mark.slow
 def test_resources_and_prompts_are_tools_if_the_recipe_says_so(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
     path.write_text(json.dumps({"mcpServers": {"tests": STDIO.model_dump(exclude_unset=True)}}), encoding="utf-8")
@@ -418,8 +434,12 @@ def test_resources_and_prompts_are_tools_if_the_recipe_says_so(tmp_path: Path) -
     assert json.loads(str(prompts.content))[0]["arguments"] == [{"name": "name", "required": True}]
     assert greeting.content == "user: Greet Ann."
     with servers(tests=SMALL, more=SMALL) as made:
-        names = {tool.name for tool in made.tools([], also=["prompts"])}
-    assert names == {"tests_list_prompts", "tests_get_prompt", "more_list_prompts", "more_get_prompt"}
+        made.tools([], also=["prompts"])
+        offered = made.offered
+    assert offered == {
+        "tests": ["tests_list_prompts", "tests_get_prompt"],
+        "more": ["more_list_prompts", "more_get_prompt"],
+    }
 
 
 def test_titles_are_left_out_and_parameters_of_that_name_stay() -> None:
@@ -513,6 +533,20 @@ def test_a_server_that_prints_on_its_stdout_is_reported_once(caplog: pytest.LogC
     assert caplog.messages == [
         "the MCP server 'loud' writes lines to its stdout that are not JSON-RPC. They are ignored; print them to stderr"
     ]
+
+
+def test_a_server_that_does_not_say_why_a_tool_failed_is_named_once_with_the_end_of_its_stderr(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with servers(pump=SMALL) as made:
+        tools = made.tools()
+        answers = [ask(tools, "crash") for _ in range(2)]
+    assert [answer.content for answer in answers] == ["Error: crash failed without an error message"] * 2
+    (message,) = caplog.messages
+    assert message.startswith(
+        "the MCP server 'pump' does not say why crash failed, and so the model is not told; its stderr ends with: "
+        "ValueError: the pump is dry. Raise ToolError in the server"
+    )
 
 
 FLOODS = """
@@ -636,7 +670,7 @@ def test_the_same_over_http(kind: str, path: str) -> None:
             assert [tool.name for tool in tools][:2] == ["add", "visit"]
             assert ask(tools, "add", a=2, b=3).content == "5"
             assert ask(tools, "image").outcome.content == "here\n[1 image]"
-            assert ask(tools, "fail").content == "Error: Error executing tool fail: the pump is broken"
+            assert ask(tools, "fail").content == "Error: the pump is broken"
 
             async def main() -> list[Answer]:
                 return list(await asyncio.gather(*(asking(tools, "meet", count=8) for _ in range(8))))

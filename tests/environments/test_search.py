@@ -294,6 +294,7 @@ def test_a_corpus_that_is_none_is_told_with_its_line(tmp_path: Path, line: str, 
         read_corpus(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_are_all_answered(server: RetrievalServer) -> None:
     statuses: list[int] = []
 

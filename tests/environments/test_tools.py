@@ -332,6 +332,7 @@ def test_a_call_that_could_not_be_read_is_reported() -> None:
     ("error", "told"),
     [
         (ValueError("b is zero"), "Error: b is zero"),
+        (ValueError("Error: b is zero"), "Error: b is zero"),
         (KeyError("x"), "Error: KeyError: x"),
         (RuntimeError(), "Error: RuntimeError"),
         (TimeoutError("the server is slow"), "Error: TimeoutError: the server is slow"),

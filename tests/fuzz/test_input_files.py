@@ -83,6 +83,7 @@ def whole_recipe() -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_damaged_recipe_is_read_or_refused_with_a_message(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
@@ -108,6 +109,7 @@ def test_a_damaged_recipe_is_read_or_refused_with_a_message(seed: int, tmp_path:
     assert set(outcomes) == {True, False}  # the damage is neither harmless nor total
 
 
+@pytest.mark.slow
 def test_a_damaged_override_is_read_or_refused_with_a_message() -> None:
     draw = random.Random(0)
     keys = [".".join(map(str, place)) for place in places(whole_recipe())]
@@ -204,7 +206,7 @@ def test_rows_that_make_no_sense_are_refused(row: str, message: str, tmp_path: P
 # Damaged records: `turnwise show` prints them, or refuses them with the file, the line and the key.
 
 
-RECORDS_ROUNDS = 120
+RECORDS_ROUNDS = 60
 
 
 async def add(a: int, b: int) -> int:
@@ -212,6 +214,7 @@ async def add(a: int, b: int) -> int:
     return a + b
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_shown_or_refused_with_a_message(tmp_path: Path) -> None:
     draw = random.Random(0)
     one = hold(Says(call("add", '{"a": 1, "b": 2}'), "It is 3."), lambda: Tools([add]), row=a_row("1+2?", answer=3))

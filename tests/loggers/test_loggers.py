@@ -105,6 +105,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert json.loads((tmp_path / "loggers.json").read_text())["wandb"] == first
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_mlflow(tmp_path: Path) -> None:
     import mlflow
@@ -140,6 +141,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(step == 3 and metrics.get("reward/mean") == 0.5 for step, metrics in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_swanlab(tmp_path: Path) -> None:
     send(start_tracker("swanlab", start(tmp_path, arguments={"mode": "offline"})))
@@ -169,6 +171,7 @@ def test_the_options_reach_the_tracker(tmp_path: Path, monkeypatch: pytest.Monke
     assert (seen[1].project, seen[1].run, seen[1].conversations, seen[1].step) == ("turnwise", "my-run", 8, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_run_with_tensorboard(tmp_path: Path) -> None:
     from turnwise.api import Recipe, train

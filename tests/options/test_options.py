@@ -100,6 +100,7 @@ def test_no_file_of_a_run_has_the_value(recipe: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"\$\{TW_API_KEY\} \(sha256:[0-9a-f]{8}\)", about["options"]["environment.arguments"]["key"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_notices_that_a_variable_changed(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

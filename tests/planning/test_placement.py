@@ -13,11 +13,14 @@ from support.recipes import save_recipe
 from turnwise.assembly import conversations
 from turnwise.cli import main
 from turnwise.config.recipe import load
+from turnwise.doctor.fit import USABLE
 from turnwise.doctor.memory import changed, predict, read_model_config, workload_of
 from turnwise.errors import ConfigError
+from turnwise.models.device import GpuMemory
 from turnwise.options.schema import Config
 from turnwise.planning.memory import (
     engine_memory_lines,
+    fitted_to_ranks,
     number_of_ranks,
     rank_memory,
     rank_memory_check,
@@ -44,6 +47,7 @@ def parts(recipe: Path, ranks: int, *overrides: str) -> dict[str, float]:
     return {part.name: part.bytes for part in found.parts}
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_part_of_weights_gradients_and_optimizer(recipe: Path) -> None:
     config, _ = load(recipe)
     model_config = read_model_config(config.model.path)
@@ -57,6 +61,7 @@ def test_a_rank_has_its_part_of_weights_gradients_and_optimizer(recipe: Path) ->
     assert four["KV cache"] == one["KV cache"]
 
 
+@pytest.mark.slow
 def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     plain = parts(recipe, 4)
     kept = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false")
@@ -70,6 +75,24 @@ def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     assert plain["weights"] < pair["weights"] < 1.01 * plain["weights"]  # both ranks of a pair have the norms
     assert pair["gathered layers"] < plain["gathered layers"]
     assert 0.5 * plain["activations"] < pair["activations"] < plain["activations"]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_a_batch", "of_each"),
+    [
+        ((), 4, 2),
+        (("train.optimizer.grad_accum_dtype=float32",), 4, 4),
+        (("cluster.fsdp.reduce_dtype=bfloat16",), 2, 2),
+    ],
+)
+def test_sums_of_gradients_in_bfloat16_have_the_type_in_which_ranks_add_them_up(
+    recipe: Path, options: tuple[str, ...], of_a_batch: int, of_each: int
+) -> None:
+    options = ("model.dtype=bfloat16", *options)
+    weights = parts(recipe, 4, *options)["weights"] * 4 / 2
+    assert parts(recipe, 4, *options)["gradients"] == of_a_batch * weights  # below 1 GiB of float32 gradients
+    assert parts(recipe, 4, *options, "cluster.fsdp.gradient_sync=batch")["gradients"] == of_a_batch * weights
+    assert parts(recipe, 4, *options, "cluster.fsdp.gradient_sync=micro_batch")["gradients"] == of_each * weights / 4
 
 
 def test_a_model_whose_heads_are_not_divided_is_refused(recipe: Path) -> None:
@@ -95,6 +118,7 @@ def plain(hybrid_recipe: Path) -> dict[str, float]:
     return parts(hybrid_recipe, 4)
 
 
+@pytest.mark.slow
 def test_both_ranks_of_a_pair_have_the_linear_attention_of_a_hybrid(
     hybrid: Path, hybrid_recipe: Path, plain: dict[str, float]
 ) -> None:
@@ -142,6 +166,7 @@ def test_a_hybrid_without_a_plan_is_not_divided(recipe: Path, tmp_path: Path) ->
         refuse_impossible(loaded, 4, read_model_config(str(tmp_path / "hybrid")))
 
 
+@pytest.mark.slow
 def test_ranks_with_parts_of_the_tokens_have_layers_with_a_state_for_all_tokens(
     hybrid_recipe: Path, plain: dict[str, float]
 ) -> None:
@@ -151,6 +176,7 @@ def test_ranks_with_parts_of_the_tokens_have_layers_with_a_state_for_all_tokens(
     assert cut["activations"] < 0.6 * plain["activations"]
 
 
+@pytest.mark.slow
 def test_what_would_fit_on_a_rank_is_named_without_what_the_recipe_has(recipe: Path) -> None:
     config, _ = load(recipe, ["cluster=torchrun", "limits.context=512", "train.micro_batch_tokens=16384"])
     model_config = read_model_config(config.model.path)
@@ -179,6 +205,50 @@ def test_what_would_fit_on_a_rank_is_named_without_what_the_recipe_has(recipe: P
     assert "micro_batch_tokens" not in fits
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [[], ["cluster.mesh.context=2"]])
+def test_ranks_compute_with_the_memory_of_the_fullest_of_their_gpus(recipe: Path, mesh: list[str]) -> None:
+    words = [
+        "cluster=local",
+        "cluster.trainers=2",
+        "model.device=cuda",
+        "model.dtype=float32",
+        "limits.context=512",
+        *mesh,
+    ]
+    config, _ = load(recipe, words)
+    path, model_config = config.model.path, read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+
+    def fitted(*free: float) -> tuple[Config, list[str]]:
+        gpus = [GpuMemory("A card", 24 * 2**30, int(gib * 2**30)) for gib in free]
+        return fitted_to_ranks(config, path, gpus, section="train")
+
+    computed: list[int] = []
+    for gib in (0.68, 0.72, 3.0):
+        known, notes = fitted(gib, 4.0)
+        tokens, embedded = known.train.micro_batch_tokens, known.engine.embedded
+        assert tokens is not None
+        assert embedded is not None
+        assert notes == [
+            f"computed for A card with 24.0 GiB, of which other processes use {24 - gib:.1f}, the fullest GPU of 2 ranks, where "
+            f"the recipe has no number: train.micro_batch_tokens={tokens}"
+            + ("" if embedded.memory_gb is None else f", engine.memory_gb={embedded.memory_gb}")
+        ]
+        assert fitted(4.0, gib) == (known, notes)
+        parts = rank_memory(known, model_config, workload, 2, card_gib=gib).parts
+        update = sum(part.bytes for part in parts if part.name != "KV cache") / 2**30
+        assert update + (embedded.memory_gb or 0) <= USABLE * gib + 0.001
+        assert (embedded.memory_gb or 0) > (1 if gib > 1 else -1)
+        computed.append(tokens)
+        check = rank_memory_check(config, 2, section="train", memory_gb=gib)
+        assert f"{rank_memory(known, model_config, workload, 2, card_gib=gib).gib:.1f} GiB (rank 0)" in check.text
+    assert computed[0] < computed[1] < computed[2] == (32768 if mesh else 16384)
+    assert fitted_to_ranks(config, path, [], section="train") == (config, [])
+    assert fitted(0.5, 4.0) == (config, [])
+
+
+@pytest.mark.slow
 def test_ranks_with_parts_of_the_tokens_keep_parts_of_the_activations(recipe: Path) -> None:
     tokens = "train.micro_batch_tokens=4096"
     plain, cut = parts(recipe, 4, tokens), parts(recipe, 4, tokens, "cluster.mesh.context=2")
@@ -241,6 +311,7 @@ def test_impossible_combinations_are_refused(recipe: Path, overrides: list[str],
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_prints_placement_and_memory_of_the_ranks(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "64"]) == 0
     output = " ".join(capsys.readouterr().out.split())
@@ -369,6 +440,7 @@ def test_lines_of_a_step_say_how_often_and_which_conversations_are_used(fine_tun
     assert lines["too long"] == "1 have more than 30 tokens, and are left out (sft.too_long)"
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_of_fine_tuning(
     fine_tuning_recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,18 +468,20 @@ def test_the_command_prints_the_plan_of_fine_tuning(
 # The plan of a recipe for training: batch arithmetic, and a memory that is too small.
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = {"steps": 3, "batch_size": 2, "group_size": 4, "minibatches": 2}
     recipe = save_recipe(tmp_path, model, train=train, limits={"tokens": 24, "turns": 1})
     assert main(["plan", str(recipe)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "conversations of a step 2 rows x 4 = 8" in text
-    assert "2 minibatches x 1 epochs = 2, each on 4 conversations" in text
+    assert "2 minibatches x 1 epoch = 2, each on 4 conversations" in text
     assert "at most 192" in text
     assert "memory predicted peak of a training step" in text
     assert "ready for training" not in text
 
 
+@pytest.mark.slow
 def test_the_command_refuses_a_plan_that_does_not_fit(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from turnwise.record.evaluation import (
     t_quantile,
     t_tail,
 )
+from turnwise.record.failures import ToolCallCounts, group_failures
 from turnwise.record.metric_names import METRICS, metric_hint, metric_of
 from turnwise.record.metrics import conversation_metrics, failures
 from turnwise.record.run_directory import RunDirectory, RunLock, is_being_written
@@ -46,7 +47,6 @@ from turnwise.record.summary import (
     differing_options,
     evaluations_of,
     find_summaries,
-    group_failures,
     held_out_change,
     lower_is_better,
     recorded_warnings,
@@ -57,7 +57,8 @@ from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.types import Failure, Group, Trajectory
+from turnwise.terminal.run_card import model_card
+from turnwise.types import Failure, Group, Row, ToolCall, ToolOutcome, Trajectory, Turn
 
 # Metrics of conversations, and the list of their names.
 
@@ -437,6 +438,36 @@ def test_best_and_final_values_have_their_steps(tmp_path: Path) -> None:
     assert run.metrics["reward/mean"].best("reward/mean") == (0.8, 2)
     assert run.metrics["loss"].best("loss") == (-0.8, 2)  # of a loss, the lowest
     assert run.metrics["eval/reward/mean"].last == 0.75
+    values = MetricValues(0.6, 0.2, 1, 0.8, 2)
+    neither = (
+        "entropy",
+        "eval/entropy",
+        "turns/mean",
+        "agents/a/turns/mean",
+        "tokens/sampled",
+        "reward/std",
+        "version/oldest",
+    )
+    assert {values.best(name) for name in neither} == {(None, None)}
+    higher = (
+        "reward/median",
+        "pass_rate",
+        "rewards/turns/mean",
+        "metrics/tokens",
+        "eval/reward/source/lr",
+        "stop/done",
+    )
+    assert {values.best(name) for name in higher} == {(0.8, 2)}
+    assert values.best("tool_errors/mean") == (0.2, 1)
+
+
+def test_a_model_card_names_no_best_entropy(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "reward/mean": 0.5, "entropy": 0.25}) + "\n")
+    lines = model_card(run, name="me/model", curve=False).splitlines()
+    assert "| `reward/mean` | 0.5 | 0.8 | 2 |" in lines
+    assert "| `entropy` | 0.25 |  |  |" in lines
 
 
 @pytest.mark.parametrize(
@@ -582,6 +613,41 @@ def test_failures_with_other_numbers_and_names_are_one_group() -> None:
     assert [(g.kind, g.count, g.step, g.id, g.message) for g in groups] == [
         ("environment", 2, 3, "c", "timeout after 31 s"),
         ("reward", 1, 2, "b", "KeyError: 'x'"),
+    ]
+
+
+def test_calls_of_tools_are_counted_with_their_errors_by_message() -> None:
+    def outcome(name: str, error: str | None, content: str = "Error: ?") -> ToolOutcome:
+        return ToolOutcome(id=f"{name}{content}", name=name, arguments={}, content=content, error=error)
+
+    unread = ToolCall(id="c", name="", arguments={}, text="{", error="no JSON at '{'")
+    first = Trajectory(id="1.0/0", group="1.0", row=Row(id="1", messages=[]), step=1)
+    first.turns = [
+        Turn(index=0, message={}, text="", outcomes=(outcome("add", "timeout", "Error: add took longer than 30 s"),)),
+        Turn(
+            index=1,
+            message={},
+            text="",
+            outcomes=(outcome("add", None), outcome("sub", "unknown_tool")),
+            calls=(unread,),
+        ),
+    ]
+    second = Trajectory(id="2.0/0", group="2.0", row=Row(id="1", messages=[]), step=2)
+    second.turns = [
+        Turn(index=0, message={}, text="", outcomes=(outcome("add", "timeout", "Error: add took longer than 2 s"),)),
+        Turn(index=1, message={}, text="", calls=(unread,), finish_reason="length"),  # a call that is never made
+    ]
+    use = ToolCallCounts()
+    for one in (first, second):
+        use.add(one)
+    assert {name: (tool.calls, tool.failed) for name, tool in use.tools.items()} == {
+        "add": (3, 2), "sub": (1, 1), "": (1, 1),
+    }  # fmt: skip
+    assert (use.calls, use.failed) == (5, 4)
+    assert [(name, g.kind, g.count, g.message, g.step, g.id) for name, g in use.ranked()] == [
+        ("add", "timeout", 2, "add took longer than 2 s", 2, "2.0/0"),
+        ("sub", "unknown_tool", 1, "?", 1, "1.0/0"),
+        ("", "malformed", 1, "no JSON at '{'", 1, "1.0/0"),
     ]
 
 

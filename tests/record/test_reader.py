@@ -231,6 +231,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.dictionaries(TEXTS, VALUES, max_size=3),
@@ -588,6 +589,7 @@ def _bytes_read(path: Path, id: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
     return dict(_CountingFile.counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trajectories.jsonl", "trajectories.jsonl.gz"])
 def test_the_bytes_read_do_not_grow_with_the_number_of_conversations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

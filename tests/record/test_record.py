@@ -625,6 +625,24 @@ def test_a_data_set_is_written_once_and_never_empty(tmp_path: Path) -> None:
         write_dataset(file, tmp_path / "out", DatasetChoice(what="kto"))
 
 
+def test_the_conversations_of_one_step_and_a_step_that_the_run_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [replace(one, step=step) for step in (1, 2, 3) for one in GROUP]
+    monkeypatch.setattr(datasets, "read", lambda _: iter(steps))
+    for words, groups in ((["--step", "2"], 1), (["--from-step", "2"], 2), ([], 3)):
+        out = tmp_path / "-".join(["out", *words])
+        assert main(["dataset", str(tmp_path), "--out", str(out), "--what", "dpo", *words]) == 0
+        assert f" of {groups} group" in capsys.readouterr().out
+    for words, message in (
+        (["--from-step", "9"], "has no conversation of step 9 or later: its steps are 1 to 3"),
+        (["--step", "9"], "has no conversation of step 9: its steps are 1 to 3"),
+        (["--step", "1", "--from-step", "1"], "--step and --from-step are both given"),
+    ):
+        assert main(["dataset", str(tmp_path), "--out", str(tmp_path / "no"), "--what", "dpo", *words]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

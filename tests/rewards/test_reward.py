@@ -160,6 +160,11 @@ async def raises_later(trajectory: Trajectory) -> float:
             "a real number, not 'list'",
         ),
         (
+            lambda _: {"right": 1.0, "short": 0.5},
+            "the reward function 'f' gave {'right': 1.0, 'short': 0.5} (dict); a reward must be one number. Write a function for "
+            "each part: each has a name and a weight",
+        ),
+        (
             lambda _: 10**400,
             f"the reward function 'f' gave 1{'0' * 79} (int); a reward must be one number: int too large to convert to float",
         ),

@@ -428,6 +428,7 @@ def test_an_opening_changes_the_first_turn_and_tools_in_front_keep_that() -> Non
     [
         (Reply(sampling=SamplingChange(max_tokens=3), done=True), "there is no following turn"),
         (changed(max_tokens=0), r"max_tokens=0\): max_tokens must be an integer of at least 1"),
+        (changed(answers_cut=True), r"answers_cut=True\) has no effect without max_tokens"),
         (changed(max_tokens=True), r"max_tokens=True\)"),
         (changed(max_tokens=2.5), r"max_tokens=2.5\)"),
         (changed(stop="END"), r"stop='END'\): stop must be a list of texts that are not empty"),

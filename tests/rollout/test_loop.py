@@ -422,7 +422,7 @@ def test_a_hanging_sibling_does_not_hurt_the_group(lockstep: bool) -> None:
             await asyncio.sleep(0.1 if len(request.token_ids) > 21 else 0.0)  # longer prompts take longer
             return await super().generate(request)
 
-    limits = Limits(turns=3, seconds_per_turn=0.3)
+    limits = Limits(turns=3, seconds_per_turn=3.0)  # the others need little, also on a busy machine
     trajectories = hold_all(Slower("a", "b", "c"), make, size=4, lockstep=lockstep, limits=limits)
     assert [one.stop for one in trajectories] == ["max_turns", "deadline", "max_turns", "max_turns"]
     assert [one.closed for one in made] == [1, 1, 1, 1]

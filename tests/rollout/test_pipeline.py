@@ -510,6 +510,7 @@ def test_a_step_without_any_differences_is_finished(recipe: Path) -> None:
     assert len(trajectories) == 3 * 4 * 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_the_same_rows(recipe: Path, tmp_path: Path) -> None:
     options = ["train.dynamic_sampling=2", "data.curriculum.low=0.2", "deterministic=true", "checkpoint.every=1"]
     _, expected = run(recipe, *options, "train.steps=4", f"output={tmp_path / 'straight'}")
@@ -567,6 +568,7 @@ def test_a_data_set_without_rows_is_refused() -> None:
         weighted_order(rows, {"a": 1.0, "b": 2.0}, seed=0, shuffle=False)
 
 
+@pytest.mark.slow
 def test_the_curriculum_skips_rows(recipe: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "?", "rate": [0.0, 0.5, 1.0, None][n % 4]} for n in range(16)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -86,6 +86,7 @@ def without_times(trajectory: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
+@pytest.mark.slow
 def test_a_run_with_a_server_is_the_run_in_one_process(recipe: Path, tmp_path: Path) -> None:
     options = ["deterministic=true", "correction.action=null"]
     alone = trained(recipe, tmp_path / "alone", *options)
@@ -100,6 +101,7 @@ def test_a_run_with_a_server_is_the_run_in_one_process(recipe: Path, tmp_path: P
     assert set(versions) == {-1, 0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_server_samples_under_grammars_and_the_trainer_computes_their_masks(recipe: Path, tmp_path: Path) -> None:
     form = "sampling.response_format={type: regex, pattern: '[0-9]{1,3}'}"
     options = ["deterministic=true", "correction.action=null", "train.steps=2", form]
@@ -116,7 +118,8 @@ def test_a_server_samples_under_grammars_and_the_trainer_computes_their_masks(re
     assert together[1][0]["ratio/max_deviation"] < 1e-6
 
 
-@pytest.mark.parametrize("directory", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", [False, True])
 def test_only_the_adapter_is_sent_and_the_run_is_that_in_one_process(
     recipe: Path, tmp_path: Path, directory: bool
 ) -> None:
@@ -526,6 +529,7 @@ def images_trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[
     return lines, [(line.get("loss"), line.get("ratio/max_deviation")) for line in metrics], run.learner.fingerprint()
 
 
+@pytest.mark.slow
 def test_a_run_with_images_is_the_run_in_one_process(images_recipe: Path, tmp_path: Path) -> None:
     """The same tokens, record, losses and weights: so the trainer has the pixels that the server's model has seen."""
     options = ["deterministic=true", "correction.action=null"]

@@ -107,6 +107,7 @@ def timeless(value: Any) -> Any:
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_agents_are_trained_on_with_their_own_advantages_and_a_resumed_run_has_the_same_bits(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ def opponents(recipe: Path, tmp_path: Path) -> Path:
     return recipe
 
 
+@pytest.mark.slow
 def test_frozen_policies_take_turns_with_their_own_weights_and_sampling_and_are_not_trained_on(
     opponents: Path, model: Path, tmp_path: Path
 ) -> None:

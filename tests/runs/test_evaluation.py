@@ -393,6 +393,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]
     return main(["replay", *words]), capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_newest_checkpoint_of_a_run_is_evaluated_and_replayed(
@@ -419,6 +420,7 @@ def test_the_newest_checkpoint_of_a_run_is_evaluated_and_replayed(
     assert replayed(capsys, str(evaluated.directory / "after"), "--all") == (0, f"3 of 3 {same}")
 
 
+@pytest.mark.slow
 def test_rows_with_images_are_evaluated_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_vision_model(tmp_path / "model")
     rows: list[dict[str, Any]] = []

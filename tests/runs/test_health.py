@@ -12,6 +12,7 @@ import pytest
 
 from support.tiny import save_model, save_rows
 from support.training import train_silently
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
@@ -21,7 +22,7 @@ from turnwise.record.metrics import conversation_metrics, duplicate_share, lowes
 from turnwise.record.summary import summarize_run
 from turnwise.runs.health import HealthMonitors, LearningWatch, RunProblem
 from turnwise.train import assemble
-from turnwise.types import Failure, Group, Row, Stop, ToolSchema, Trajectory, Turn
+from turnwise.types import Failure, Group, Row, Stop, ToolOutcome, ToolSchema, Trajectory, Turn
 
 # The monitors of `health`: what each warns of, in which step, and what stops a run.
 
@@ -264,6 +265,7 @@ def test_a_monitor_that_is_off_cannot_stop_a_run() -> None:
     refuse_without_effect(made(health={"stop": ["kl", "failed"]}))
 
 
+@pytest.mark.slow
 def test_a_monitor_stops_the_run_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_model(tmp_path / "model")
     rows = save_rows(tmp_path / "train.jsonl")
@@ -377,6 +379,7 @@ def test_training_asks_before_the_model_is_loaded(tmp_path: Path) -> None:
 # while it runs
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_is_told_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert warned(model, tmp_path, caplog) == []
 
@@ -410,6 +413,7 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
     assert re.search(r"Look at `turnwise show (\S+) --worst 3`; .* `turnwise replay \1 --all` compares them", told)
 
 
+@pytest.mark.slow
 def test_an_environment_that_gives_0_is_told_from_one_that_gives_nothing(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,6 +429,7 @@ def test_an_environment_that_gives_0_is_told_from_one_that_gives_nothing(
     assert "add a reward function (reward.trajectory)" in told
 
 
+@pytest.mark.slow
 def test_answers_that_are_the_same_are_told_as_the_cause(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -479,6 +484,68 @@ def test_the_number_of_first_steps_is_that_of_the_recipe() -> None:
         assert [len(problems(watch, number, step((1.0, 1.0)))) for number in range(1, 6)] == expected
 
 
+def test_a_tool_whose_calls_nearly_all_fail_is_told_once_although_rewards_differ() -> None:
+    def told(*errors: Sequence[str | None], name: str = "calc") -> list[list[str]]:
+        """What is told after each step, whose calls have these errors."""
+        watch = LearningWatch(watch_made(output="runs/x"))
+        found: list[list[str]] = []
+        for number, of_step in enumerate(errors, 1):
+            groups = step((0.0, 1.0))
+            groups[0].trajectories[0].turns[0].outcomes = tuple(
+                ToolOutcome(id=str(n), name=name, arguments={}, content=f"Error: after {n} s", error=error)
+                for n, error in enumerate(of_step)
+            )
+            found.append(problems(watch, number, groups))
+        return found
+
+    fails, works = ["timeout"] * 4, [None] * 4
+    # steps without calls say nothing; it is told in the third step with calls, once
+    (*before, text), after = told(fails, [], fails, fails), told(fails, fails, fails, fails)
+    assert before == [[], [], []]
+    assert text == [
+        "in the last 3 steps with calls (up to step 4), 12 of 12 calls of the tool 'calc' failed (most in the last: timeout, "
+        "'calc', 4 times: after 3 s). The conversations go on, and are rewarded, without what the tool should give: try such a "
+        "call on its own. `turnwise show runs/x` counts the errors of tools by message"
+    ]
+    assert [len(one) for one in after] == [0, 0, 1, 0]
+    assert told(fails, works, fails, fails) == [[]] * 4
+    assert [len(one) for one in told(["raised"] * 9 + [None], fails, fails)] == [0, 0, 1]
+    assert told(["raised"] * 8 + [None], fails, fails) == [[]] * 3  # 89 %
+    assert told(*[["raised"] * 3] * 3) == [[]] * 3  # nine calls are few
+    # there is no tool of this name: told if nearly all calls are such
+    (invented,) = told(*[["unknown_tool"] * 4] * 4)[2]
+    assert "12 of 12 calls of tools failed (most in the last: unknown_tool, 'calc', 4 times: after 3 s)" in invented
+
+
+def test_a_part_of_the_reward_that_stays_0_beside_others_is_told_once(tmp_path: Path) -> None:
+    def told(length: int, *parts: dict[str, float], window: int = 4, **options: Any) -> list[list[str]]:
+        config = watch_made(health={"window": window}, **options)
+        watch = LearningWatch(config, measured=assembly.scorer(config).measured)
+        found: list[list[str]] = []
+        for number in range(1, length + 1):
+            groups = step((0.0, 1.0))
+            for one, own in zip(groups[0].trajectories, parts, strict=True):
+                one.rewards = dict(own)
+            found.append(problems(watch, number, groups))
+        return found
+
+    named = told(6, {"format": 0.0, "right": 0.0}, {"format": 1.0, "right": 0.0})
+    assert [len(one) for one in named] == [0, 0, 0, 1, 0, 0]
+    assert "the part 'right' of the reward was 0 in all conversations of 4 steps (up to step 4)" in named[3][0]
+    assert told(6, {"format": 0.0, "right": 0.0}, {"format": 0.0, "right": 1.0})[3][0].startswith("the part 'format' ")
+    # one that was earned once; the only part; what has no name; a function that is only measured
+    assert told(6, {"format": 1.0, "right": 0.0}, {"format": 1.0, "right": 0.5}) == [[]] * 6
+    assert told(6, {"right": 0.0}, {"right": 0.0}) == [[]] * 6
+    assert told(6, {"format": 1.0, "turns": 0.0}, {"format": 1.0, "turns": 0.0}) == [[]] * 6
+    (tmp_path / "own.py").write_text("def right(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")
+    use = {"use": "turnwise.compat.trl:TrlReward", "arguments": {"function": f"{tmp_path / 'own.py'}:right"}}
+    # a converted function has no name in the recipe: the instance that calls it knows it
+    for weight, expected in ((0.0, [0] * 6), (1.0, [0, 0, 0, 1, 0, 0])):
+        options: dict[str, Any] = {"reward": {"batch": [{**use, "weight": weight}]}}
+        found = told(6, {"format": 1.0, "right": 0.0}, {"format": 1.0, "right": 0.0}, **options)
+        assert [len(one) for one in found] == expected
+
+
 def test_groups_of_one_are_compared_with_each_other() -> None:
     options: dict[str, Any] = {"train": {"group_size": 1}}
     watch = LearningWatch(watch_made(**options))
@@ -492,6 +559,27 @@ def test_rows_that_are_too_easy_or_too_hard_are_told_as_such() -> None:
     told = [problems(watch, number, step((1.0, 1.0), (0.0, 0.0))) for number in (1, 2, 3, 4)]
     assert [len(one) for one in told] == [0, 0, 1, 0]
     assert "the rows are too easy or too hard for this model" in told[2][0]
+
+
+def test_calls_that_fail_and_answers_that_are_cut_are_told_beside_equal_rewards() -> None:
+    def told(errors: Sequence[str | None], stop: Stop = Stop.DONE) -> str:
+        groups = step((0.0, 0.0))
+        for one in groups[0].trajectories:
+            one.stop = stop
+            one.turns[0].outcomes = tuple(
+                ToolOutcome(id="1", name="calc", arguments={}, content="?", error=error) for error in errors
+            )
+        found = problems(LearningWatch(watch_made(train={"steps": 1}, output="runs/x")), 1, groups)
+        (text,) = [one for one in found if "had the same reward" in one]
+        return text
+
+    failed = "4 of 4 calls of tools failed in the last step (most frequent: unknown_tool, 'calc', 4 times: ?), which may be why."
+    assert failed in told(["unknown_tool", "unknown_tool"])
+    assert "calls of tools failed" not in told(["unknown_tool", None])
+    assert "calls of tools failed" not in told([])
+    cut = "2 of 2 conversations of the last step ended in the middle of an answer (limits.tokens_per_turn="
+    assert cut in told([], Stop.LENGTH)
+    assert cut not in told([])
 
 
 def test_tool_calls_that_nobody_offered_are_told_once() -> None:
@@ -508,7 +596,10 @@ def test_tool_calls_that_nobody_offered_are_told_once() -> None:
     offered: list[ToolSchema] = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     assert problems(watch, 2, calling(*written, tools=offered)) == []
     (told,) = problems(watch, 3, calling(*written))
-    assert told.startswith("1 of 10 turns without tools contain a tool call in the model's format, which stays text")
+    assert told == (
+        "1 of 10 turns without tools contain a tool call, which stays text: name the tool in `tools`, "
+        "unless the environment reads calls itself"
+    )
     assert problems(watch, 4, calling(*written)) == []
 
 
@@ -595,7 +686,7 @@ def test_rows_whose_conversations_failed_but_one_are_not_told_that_their_answers
             one.fail(Failure("environment", "KeyError: 'answer'"))
     (told,) = problems(watch, 1, groups)
     assert told.startswith(
-        "6 of 8 conversations of the last step failed (KeyError), so no row had two rewards to compare. In each of"
+        "6 of 8 conversations of the last step failed (KeyError), so no row had two rewards to compare. In the first step, the"
     )
     assert "`turnwise show runs/x --failed` prints their errors" in told
     assert "temperature" not in told
@@ -613,10 +704,10 @@ def test_many_failed_conversations_are_told_first_with_the_line_of_the_users_cod
         return text
 
     assert told(3).startswith(
-        "3 of 8 conversations of the last step failed (TypeError in chain.py:16). In each of the first 1"
+        "3 of 8 conversations of the last step failed (TypeError in chain.py:16). In the first step, the"
     )
     assert "turnwise show runs/x --failed" in told(3)
-    assert told(1).startswith("in each of the first 1 steps")
+    assert told(1).startswith("in the first step")
 
 
 def test_a_filter_that_removes_everything_is_named_and_not_the_loss_mask() -> None:

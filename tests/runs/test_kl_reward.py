@@ -383,6 +383,7 @@ def test_a_resumed_run_is_bit_identical(recipe: Path, tmp_path: Path, options: t
 # the reference
 
 
+@pytest.mark.slow
 def test_options_of_the_divergence_and_of_the_reference_change_what_is_learnt(recipe: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=5)
     choices: tuple[tuple[str, ...], ...] = (
@@ -415,6 +416,7 @@ def test_a_synced_reference_is_the_mean_of_both_models(recipe: Path, model: Path
             torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * trained[name], atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_an_adapter_the_model_without_it_and_a_copy_are_the_same_reference(recipe: Path, tmp_path: Path) -> None:
     learners = {}
     for source in ("adapter_off", "copy"):
@@ -430,6 +432,7 @@ def test_with_an_adapter_the_model_without_it_and_a_copy_are_the_same_reference(
     assert not any(shared["copy"])
 
 
+@pytest.mark.slow
 def test_a_given_reference_is_read_and_compared_when_the_run_is_resumed(recipe: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=5)
     run(recipe, f"reference.path={other}", "train.steps=2")

@@ -390,6 +390,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 THINNED = ("record.every=2", "record.best_and_worst=1", "record.compression=gzip")
 
 
+@pytest.mark.slow
 def test_a_run_records_what_the_recipe_says(recipe: Path) -> None:
     complete = run(recipe, "deterministic=true")
     thinned = run(recipe, "deterministic=true", *THINNED, "record.trainer_logprobs=false", f"output={complete}-thinned")
@@ -415,6 +416,7 @@ def test_a_run_records_what_the_recipe_says(recipe: Path) -> None:
     assert len(list(record.read(thinned / "eval_trajectories.jsonl"))) == 4  # evaluations are complete
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_what_an_uninterrupted_run_records(recipe: Path) -> None:
     straight = run(recipe, "deterministic=true", *THINNED)
     resumed = f"output={straight}-resumed"
@@ -427,6 +429,7 @@ def test_a_resumed_run_records_what_an_uninterrupted_run_records(recipe: Path) -
         run(recipe, "deterministic=true", resumed, "resume=auto", "train.steps=6", "record.compression=none")
 
 
+@pytest.mark.slow
 def test_everything_that_reads_runs_reads_compressed_and_thinned_runs(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # the reference
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_resumed_run_is_the_model_before_training(recipe: Path, tmp_path: Path) -> None:
     options = ["deterministic=true", "loss.kl_coef=0.1", "train.lr=0.05"]
     run(recipe, *options, "train.steps=3", f"output={tmp_path / 'straight'}")
@@ -276,6 +277,7 @@ def test_a_trained_policy_keeps_the_adapter_that_the_checkpoint_has(recipe: Path
         check(values(second=16))
 
 
+@pytest.mark.slow
 def test_files_of_a_frozen_policy_that_changed_are_refused(recipe: Path, model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     options = [f"policies={{opponent: '{other}'}}", f"environment={PLACES}:low_bytes"]
@@ -292,6 +294,10 @@ def test_files_of_a_frozen_policy_that_changed_are_refused(recipe: Path, model: 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        (
+            ["resume=auto", "resume_changes=[reward]"],
+            "reward is a section: name the options in it that differ, such as",
+        ),
         (["resume_changes=[train.lr]"], "resume_changes has no effect without resume=auto"),
         (["resume=auto", "resume_changes=[train.lrr]"], "there is no option train.lrr; did you mean 'train.lr'?"),
         (["resume=auto", "resume_changes=[train.steps]"], "train.steps may always change; remove it from the list"),
@@ -326,6 +332,7 @@ def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(copied: Path
         resume(copied, "train.steps=6")
 
 
+@pytest.mark.slow
 def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     recipe = write_recipe(tmp_path, model)
@@ -691,6 +698,7 @@ def test_the_time_of_checkpoints_is_in_the_metrics(recipe: Path, tmp_path: Path)
         assert one["seconds/step"] - parts < 0.5 * one["seconds/step"] + 0.05
 
 
+@pytest.mark.slow
 def test_the_default_writes_the_first_and_the_last_and_few_between(recipe: Path, tmp_path: Path) -> None:
     run(recipe, "train.steps=8", "checkpoint.every=null", "checkpoint.keep=8")
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -699,6 +707,7 @@ def test_the_default_writes_the_first_and_the_last_and_few_between(recipe: Path,
     assert len(steps) < 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_written_in_the_background_is_that_of_its_step(recipe: Path, tmp_path: Path) -> None:
     options = ["deterministic=true", "train.steps=4", "checkpoint.keep=4", f"output={tmp_path / 'plain'}"]
     run(recipe, *options)

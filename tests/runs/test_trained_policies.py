@@ -20,7 +20,7 @@ from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
-from turnwise.doctor.memory import always_bytes, read_model_config
+from turnwise.doctor.memory import held_bytes, read_model_config
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.engine import SecondModel
 from turnwise.errors import ConfigError
@@ -124,6 +124,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.slow
 def test_each_policy_learns_from_its_own_conversations_and_a_resumed_run_has_the_same_bits(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_each_policy_learns_from_its_own_conversations_and_a_resumed_run_has_the
     assert [one for one in asyncio.run(replay(tmp_path / "whole")) if one.differences or one.skipped] == []
 
 
+@pytest.mark.slow
 def test_the_gradients_of_each_adapter_are_those_of_a_run_in_which_only_it_is_trained(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +252,7 @@ def test_adapters_on_a_model_that_is_trained_with_all_its_weights(
         assert torch.allclose(loaded(ids).logits, second.learner.model(ids).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_on_weights_that_change_while_conversations_run(recipe: Path, tmp_path: Path) -> None:
     """Turns that the present weights have sampled have the learner's log-probabilities, though another conversation of the group
     had the same prompt computed with the weights before."""
@@ -308,6 +311,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoint" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first_step(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -334,6 +338,7 @@ def test_options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first
         assert (sampled[0] == sampled[1]) is (options != ", temperature: 0.5")
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_checkpoint_plays_with_all_its_adapters(recipe: Path, tmp_path: Path) -> None:
     trajectories, _, _ = train_run(recipe, tmp_path / "run", "train.lr=0.3")
     checkpoint = tmp_path / "run" / "checkpoint"
@@ -360,7 +365,7 @@ def test_memory_counts_the_adapters_of_further_policies(recipe: Path, model: Pat
     config = read_model_config(str(model))
 
     def needed(policies: str) -> float:
-        return always_bytes(load(recipe, [f"policies={policies}"])[0], config, "train")
+        return held_bytes(load(recipe, [f"policies={policies}"])[0], config, "train")
 
     cache = 2**20
     one = needed("{second: {train: true, memory_gb: 0.0009765625}}") - needed("{}") - cache
@@ -370,6 +375,7 @@ def test_memory_counts_the_adapters_of_further_policies(recipe: Path, model: Pat
     )
 
 
+@pytest.mark.slow
 def test_a_policy_that_no_agent_uses_is_warned_of_once(recipe: Path, tmp_path: Path) -> None:
     policies = "policies={second: {train: true}, third: {train: true}}"
     _, metrics, run = train_run(recipe, tmp_path / "run", policies, "train.steps=4")
@@ -382,6 +388,7 @@ def test_a_policy_that_no_agent_uses_is_warned_of_once(recipe: Path, tmp_path: P
     assert run.step == 4
 
 
+@pytest.mark.slow
 def test_a_policy_whose_rewards_never_differ_is_warned_of_once(recipe: Path, tmp_path: Path) -> None:
     game = tmp_path / "game.py"
     game.write_text(game.read_text(encoding="utf-8").replace("add_reward(liking(other))", "add_reward(1.0)"))
@@ -445,6 +452,7 @@ def test_a_process_whose_weights_a_trainer_elsewhere_sends_refuses_trained_polic
         asyncio.run(serve())
 
 
+@pytest.mark.slow
 def test_a_policy_that_joins_a_resumed_run_begins_with_a_new_adapter(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_run(recipe, out, "policies={}", "environment.arguments.opponent=null", "train.steps=1")

@@ -189,6 +189,7 @@ def test_micro_batches_are_as_small_as_the_recipe_says(recipe: Path) -> None:
         assert len(batch.micro_batches) == count
 
 
+@pytest.mark.slow
 def test_what_is_said_again_and_again_is_learnt(recipe: Path, tmp_path: Path) -> None:
     found = metrics(recipe, "sft.steps=20", "sft.lr=0.03")
     assert found[0]["loss"] > 4.5  # of 260 tokens, nothing is known: about ln 260 = 5.6
@@ -352,6 +353,7 @@ def test_an_option_of_the_optimization_changes_the_run(
     assert [one["loss"] for one in changed] != [one["loss"] for one in plain["metrics"]]
 
 
+@pytest.mark.slow
 def test_the_rate_goes_as_the_schedule_says(recipe: Path) -> None:
     def rates(*options: str) -> list[float]:
         return [one["lr"] for one in metrics(recipe, "sft.steps=4", "sft.lr=0.4", *options)]
@@ -469,6 +471,7 @@ def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
 # what a run leaves, and how it goes on
 
 
+@pytest.mark.slow
 def test_a_run_that_is_gone_on_with_is_bit_identical(recipe: Path, tmp_path: Path) -> None:
     held_out = write(tmp_path / "eval.jsonl", [talk(9)])
     options = ["deterministic=true", f"data.eval={held_out}", "sft.eval_every=1", "sft.lr_schedule=constant"]
@@ -532,6 +535,7 @@ def test_the_command_says_what_it_does_and_show_shows_it(
     assert "docs/sft.md" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_repository_takes_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     small = ["sft.steps=2", "sft.batch_size=8", "sft.max_eval_rows=8", "sft.eval_every=0"]
@@ -648,6 +652,7 @@ OTHERWISE = {
 SWEPT = [one for one in SCENARIOS if one.name in ("parallel calls", "retry by user", "three tool rounds")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
 @pytest.mark.parametrize("scenario", SWEPT, ids=[one.name for one in SWEPT])
 def test_wherever_a_template_can_be_continued_the_tokens_are_those_of_its_one_pass(scenario: Scenario) -> None:

@@ -1,12 +1,14 @@
 """The command line in processes that have imported everything already: they are forked from one that does nothing else.
 
 A process that imports torch and transformers needs seconds for that, and tests that kill, stop and resume runs start many. Where
-the start itself is tested, use `subprocess`. Nothing is computed in the process that is forked, so it has one thread.
+the start itself is tested, use `subprocess`. Nothing is computed in the process that is forked, so it has one thread. If its
+command starts ranks on this machine, they are forked from it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -14,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 
@@ -167,13 +171,78 @@ def _watch(connection: socket.socket, files: Sequence[int], asked: dict[str, Any
 def _run(asked: dict[str, Any]) -> None:
     """What `python -m turnwise.cli` does."""
     from turnwise.cli import program
+    from turnwise.commands import ranks
 
+    ranks.subprocess = SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     os.chdir(asked["folder"])
     sys.path[0] = asked["folder"]
     os.environ.clear()
     os.environ.update(asked["env"])
     sys.argv = ["turnwise", *asked["words"]]
     raise SystemExit(program())
+
+
+class _ForkedRank:
+    """What `subprocess.Popen([python, "-m", "turnwise", *words])` starts, forked from the process that starts the ranks."""
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], stdin: int | None
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        if (pid := os.fork()) == 0:
+            try:
+                self._become(command[3:], env, pass_fds, stdin)
+            finally:
+                os._exit(1)
+        self.pid = pid
+
+    def _become(self, words: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], stdin: int | None) -> None:
+        """Runs the command without a return to those who have called: they would end the other ranks."""
+        from turnwise.cli import program
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):  # `subprocess` keeps only what is ignored
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        sys.unraisablehook = sys.__unraisablehook__
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in pass_fds:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        if stdin == subprocess.DEVNULL:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = ["turnwise", *words]
+        try:
+            status = program()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+
+    def poll(self) -> int | None:
+        return self._status(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._status(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _status(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwACh
 TOOLS: dict[str, dict[str, str]] = {
     "add": {"a": "integer", "b": "integer"},
     "remember": {"word": "string"},
-    **{name: {} for name in ("image", "fail", "die", "pid")},
+    **{name: {} for name in ("image", "fail", "crash", "die", "pid")},
 }
 """The parameters of each tool, with their types."""
 
@@ -33,6 +33,9 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
             return {"content": [{"type": "text", "text": "here"}, picture]}
         case "fail":
             return text("the pump is broken", error=True)
+        case "crash":  # as the official SDK answers for a tool that raises no ToolError
+            print("ValueError: the pump is dry", file=sys.stderr, flush=True)
+            return text("Error executing tool crash", error=True)
         case "die":
             os._exit(3)
         case _:

@@ -41,12 +41,14 @@ def _faulty(path: Path) -> str:
 
 
 def _other_rank() -> int:
-    """The process of rank 1, which has the same parent."""
-    for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        for child in children.read_text().split():
-            if b"RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return int(child)
-    raise AssertionError("there is no rank 1")
+    """The process of rank 1: the other one that the parent of this rank has started."""
+    found = [
+        int(child)
+        for children in Path(f"/proc/{os.getppid()}/task").glob("*/children")
+        for child in children.read_text().split()
+    ]
+    (other,) = (child for child in found if child != os.getpid())
+    return other
 
 
 if _KIND == "limit":  # of the bytes of a file

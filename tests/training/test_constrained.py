@@ -136,6 +136,7 @@ def largest_difference(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.7, top_k=40), Sampling(top_p=0.9)], ids=["plain", "top_k", "top_p"]
 )
@@ -151,6 +152,7 @@ def test_required_calls_are_well_formed_and_both_sides_have_one_distribution(sam
     assert largest_difference(model, renderer, trajectories, sampling, share_prompts=shared) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_recorded_trajectory_has_what_the_masks_need() -> None:
     model, renderer, trajectories = sampled(Constrained(choice="required"))
     again = [
@@ -186,6 +188,7 @@ class Prefilled(Offers):
     prefill = '<tool_call>{"name": "sea'
 
 
+@pytest.mark.slow
 def test_a_prefill_is_part_of_what_the_grammar_describes() -> None:
     model, renderer, trajectories = sampled(Constrained(choice="required"), environment=Prefilled)
     second = [one.turns[1] for one in trajectories if len(one.turns) == 2 and one.turns[1].finish_reason == "stop"]
@@ -221,6 +224,7 @@ _ADD = {
 _SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.slow
 def test_the_requests_of_an_agent_ask_for_forms() -> None:
     """Each turn has its own grammar, which the record has; the trainer's distribution is that of the engine."""
 

@@ -193,6 +193,7 @@ def test_feed_forward_layers_of_another_form_are_computed_by_transformers(option
     assert loss_of(fast).item() == pytest.approx(loss_of(plain).item(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_feed_forward_layers_with_an_adapter_are_computed_by_transformers() -> None:
     pytest.importorskip("peft")
@@ -465,6 +466,7 @@ for choose in (allocator.return_freed_blocks, allocator.keep_freed_blocks):  # w
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
 def test_freed_memory_is_used_again_or_returned() -> None:
     program = [sys.executable, "-c", FAULTS]
@@ -507,6 +509,7 @@ print(before - resident() >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
 def test_long_lived_blocks_are_apart_from_those_that_are_kept() -> None:
     program = [sys.executable, "-c", PLACES]

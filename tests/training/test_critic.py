@@ -37,7 +37,7 @@ from turnwise.types import Trajectory
 # Where the engine gives its memory to the trainer, all passes of trainer and critic are before it takes the memory back.
 
 
-def test_the_critic_is_trained_before_an_engine_on_the_same_gpu_wakes(tmp_path: Path) -> None:
+def test_the_critic_is_trained_and_memory_is_given_back_before_an_engine_on_the_same_gpu_wakes(tmp_path: Path) -> None:
     events: list[str] = []
     recipe = save_recipe(
         tmp_path, save_model(tmp_path / "model"), credit="gae", train={"steps": 1, "batch_size": 2, "group_size": 2}
@@ -53,6 +53,9 @@ def test_the_critic_is_trained_before_an_engine_on_the_same_gpu_wakes(tmp_path: 
 
         async def publish(self, version: int) -> None:
             events.append("wakes")
+            self.asleep = False
+            for optimizer in (made.learner._optimizer, made.critic_step.critic._optimizer):  # type: ignore[union-attr]
+                assert all(parameter.grad is None for parameter in optimizer.parameters)
             await super().publish(version)
 
     def noting(owner: Any, method: str) -> None:
@@ -271,6 +274,7 @@ def test_numbers_that_do_not_fit_the_states_are_refused() -> None:
         pack_value_targets([conversation], packing("token"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_critic_learns_fixed_returns(level: Level) -> None:
     one = LocalCritic(tiny_model(), clip=0.5)
@@ -388,6 +392,7 @@ def test_a_run_with_each_estimator_trains_policy_and_critic(recipe: Path, tmp_pa
     assert isinstance(entry, list) == (name in ("gae", "bilevel_gae"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(recipe: Path, tmp_path: Path) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     options = ("train.minibatches=2", "train.ppo_epochs=2", "critic.clip=0.1")
@@ -419,6 +424,7 @@ def test_a_resumed_run_with_adapters_is_bit_identical(recipe: Path, tmp_path: Pa
     assert base == {id(parameter) for parameter in critic._model.parameters() if not parameter.requires_grad}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_an_adapter_refuses_another_base_model_of_its_critic(recipe: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=7)
     options = ("model.lora.rank=4", f"critic.path={other}")
@@ -445,6 +451,7 @@ def test_the_policy_waits_while_the_critic_warms_up(recipe: Path, model: Path, t
         assert not all(torch.equal(of_critic[name], start[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_the_critic_starts_from_another_model_or_from_the_critic_of_a_run(recipe: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=7)
     run(recipe, f"critic.path={other}", "train.steps=1", "critic.lr=1e-9", f"output={tmp_path / 'first'}")
@@ -460,6 +467,7 @@ def test_the_critic_starts_from_another_model_or_from_the_critic_of_a_run(recipe
     assert metrics(tmp_path / "third")[0]["critic/value_mean"] != 0.0
 
 
+@pytest.mark.slow
 def test_options_of_the_critic_change_what_is_learnt(recipe: Path, tmp_path: Path) -> None:
     steps = ("train.steps=2", "train.ppo_epochs=3", "critic.clip=0.01")
     seen: dict[str, Any] = {}

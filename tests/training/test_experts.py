@@ -9,8 +9,6 @@ import asyncio
 import base64
 import copy
 import json
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from support.forked import Forked
 from support.mixtures import CONFIGS, VOCABULARY, disturb_routers, mixture
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows, tiny_model
@@ -388,6 +387,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_probabilities_only() -> None:
     torch.testing.assert_close(gate.grad, expected, atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_on_the_loss_balance_the_experts() -> None:
     model = mixture("qwen3_moe")
     trajectories = sampled(model)
@@ -471,6 +471,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_a_run_records_experts_and_uses_them_again(recipe: Path, tmp_path: Path) -> None:
     trajectories, metrics, _ = train_run(
         recipe, tmp_path / "run", "model.router_replay=true", "loss.router_aux_loss_coef=0.01"
@@ -507,8 +508,9 @@ def test_two_ranks_compute_what_one_process_computes(replay: str, recipe: Path, 
     options = (*options, "train.micro_batch_tokens=40")
     _, one_process, _ = train_run(recipe, tmp_path / "one", *options)
     words = [*options, "cluster=local", "cluster.trainers=2", f"output={tmp_path / 'two'}"]
-    command = [sys.executable, "-m", "turnwise", "train", str(recipe), *words]
-    subprocess.run(command, check=True, timeout=600, capture_output=True)
+    with Forked(["train", str(recipe), *words]) as ranks:
+        printed, _ = ranks.communicate(timeout=600)
+    assert ranks.returncode == 0, printed
     text = (tmp_path / "two" / "metrics.jsonl").read_text(encoding="utf-8")
     lines = (one_process, [json.loads(line) for line in text.splitlines()])
     names = ("loss", "grad_norm", "experts/max_share", "experts/min_share", "experts/entropy", "experts/aux_loss")
@@ -516,6 +518,7 @@ def test_two_ranks_compute_what_one_process_computes(replay: str, recipe: Path, 
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(recipe: Path, tmp_path: Path) -> None:
     replay = "model.router_replay=true"
     _, straight, run = train_run(recipe, tmp_path / "straight", replay)

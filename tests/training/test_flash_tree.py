@@ -145,6 +145,7 @@ def gradients_of(micro: MicroBatch[Any], dtype: torch.dtype) -> list[torch.Tenso
     return [torch.as_tensor(one.detach().tolist()) for one in found]
 
 
+@pytest.mark.slow
 def test_a_model_has_the_log_probabilities_and_gradients_of_the_masked_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     (micro,) = pack(conversations(), micro_batch_tokens=1000).micro_batches
     assert micro.tree is not None

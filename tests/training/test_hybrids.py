@@ -150,6 +150,7 @@ def test_a_critic_of_a_hybrid_learns_returns() -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_critic_of_a_hybrid_gives_the_same_values_and_gradients_over_a_tree(name: str) -> None:
     values, gradients = [], []
@@ -263,6 +264,7 @@ def test_the_pieces_of_a_sequence_are_the_sequence(rows: list[np.ndarray]) -> No
         assert found[: len(places)] == places.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_a_tree_is_that_of_separate_sequences(family: str) -> None:
     model = hybrid(family)
@@ -287,6 +289,7 @@ def test_attention_in_chunks_whose_queries_are_scaled_by_position_computes_trees
     assert float((scaled - plain).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_layers_are_computed_again_from_the_states_of_the_tree() -> None:
     model = hybrid("qwen3_5")
     trajectories = random_trajectories(2)
@@ -557,6 +560,7 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
     assert cached == [(0, 40), (39, 40), (39, 40), (44, 48), (39, 40), (47, 52)]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_continue_from_a_state_is_run_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("olmo_hybrid", "jamba", "mamba"):
         assert not LocalEngine(hybrid(family), threads=1, context=512)._core.forward.token_by_token  # type: ignore[attr-defined]
@@ -600,6 +604,7 @@ def test_weights_that_overflow_at_the_start_are_named_with_their_layer() -> None
         LocalEngine(model, threads=1)
 
 
+@pytest.mark.slow
 def test_after_new_weights_an_engine_samples_bit_by_bit_as_one_that_is_new() -> None:
     """So does that of a run that is resumed: nothing of earlier steps decides how products are summed up."""
     model = hybrid("llama4")

@@ -439,6 +439,7 @@ def recipe(folder: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @reads_gguf
 def test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

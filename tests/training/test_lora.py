@@ -56,6 +56,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 def test_a_run_trains_the_adapter_samples_from_it_saves_it_and_resumes_exactly(
     recipe: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -101,6 +102,7 @@ def test_a_run_trains_the_adapter_samples_from_it_saves_it_and_resumes_exactly(
     assert "log-probs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_other_base_weights_do_not_resume(recipe: Path, model: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     save_model(own)
@@ -271,6 +273,7 @@ def test_bytes_of_a_weight(options: tuple[bool], bytes_of_64: float) -> None:
     assert stored_bytes(QuantizationSection(bits=4, double=double), 64) == bytes_of_64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [None, "qwen3_5"])
 def test_the_prediction_of_memory_counts_4_bits(family: str | None, tmp_path: Path) -> None:
     path = MODEL if family is None else save_hybrid(tmp_path / "model", family)

@@ -448,6 +448,7 @@ def test_a_run_with_a_teacher_goes_on_bit_by_bit_and_knows_its_teacher(
         train_run(recipe, halves, *given, f"teacher.path={models / 'u'}", "train.steps=3", "resume=auto")
 
 
+@pytest.mark.slow
 def test_the_base_of_an_adapter_is_a_teacher_without_memory_and_other_teachers_are_counted(
     recipe: Path, models: Path
 ) -> None:

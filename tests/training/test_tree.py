@@ -312,7 +312,7 @@ def test_rounding_in_bfloat16_does_not_keep_prompts_from_being_shared(monkeypatc
         assert not try_tree_attention(enlarging())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow), "gpt_oss"])
 def test_the_small_model_has_the_layers_of_the_large_one(family: str) -> None:
     layers = {
         "qwen3": hf.Qwen3Config(**{**SIZES, "num_hidden_layers": 9}),

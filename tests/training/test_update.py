@@ -660,7 +660,8 @@ def test_eight_bits_stay_close_to_the_formula() -> None:
 
 def tree(section: str, **changes: Any) -> dict[str, Any]:
     model = {"path": "m", **changes.pop("model", {})}
-    return {"model": model, "data": {"train": "rows.jsonl"}, section: changes}
+    cluster = changes.pop("cluster", {})
+    return {"model": model, "data": {"train": "rows.jsonl"}, "cluster": cluster, section: changes}
 
 
 @pytest.mark.parametrize(
@@ -676,7 +677,19 @@ def tree(section: str, **changes: Any) -> dict[str, Any]:
             "master_weights=none has no effect, because all trained weights",
         ),
         ({"optimizer": {"grad_accum_dtype": "float32"}}, "grad_accum_dtype=float32 has no effect, because all trained"),
+        (
+            {
+                "optimizer": {"grad_accum_dtype": "float32"},
+                "model": {"dtype": "bfloat16"},
+                "cluster": {"launcher": "torchrun", "fsdp": {"reduce_dtype": "bfloat16"}},
+            },
+            "grad_accum_dtype=float32 has no effect with cluster.fsdp.reduce_dtype=bfloat16",
+        ),
         ({"optimizer": {"offload": "cpu"}, "model": {"device": "cpu"}}, "offload=cpu has no effect"),
+        (
+            {"optimizer": {"offload": "sampling"}, "model": {"device": "cpu"}},
+            "offload=sampling has no effect, because (the model is on the CPU|fine-tuning samples nothing)",
+        ),
     ],
 )
 @pytest.mark.parametrize("section", ["train", "sft"])
@@ -686,9 +699,43 @@ def test_options_without_effect_are_refused(section: str, changes: dict[str, Any
         (refuse_without_effect if section == "train" else refuse_sft_without_effect)(config)
 
 
-def test_offload_of_a_model_on_the_cpu_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train": {"max_staleness": 1}},
+            "train.max_staleness=1, conversations run while .*Use train.optimizer.offload=cpu",
+        ),
+        ({"cluster": {"launcher": "local", "trainers": 2}}, "several ranks .*cluster.launcher=local"),
+        ({"rollout_server": {"url": "http://127.0.0.1:1"}}, "conversations run in other processes .rollout_server.url"),
+        ({"engine": {"name": "vllm"}}, "without engine.sleep, a server keeps .* Set engine.sleep=true"),
+        ({"engine": {"name": "vllm", "sleep": True, "devices": [1]}}, "engine.devices=.1. are others than GPU 0"),
+        ({"engine": {"name": "sglang", "sleep": True, "devices": [0]}, "model": {"device": "cuda:1"}}, "than GPU 1"),
+        ({"engine": {"name": "vllm", "sleep": True, "devices": [0]}}, None),
+        ({"engine": {"name": "sglang", "sleep": True}}, None),
+        ({}, None),
+    ],
+)
+def test_an_optimizer_leaves_the_gpu_only_for_an_engine_that_takes_turns_with_the_trainer(
+    changes: dict[str, Any], message: str | None
+) -> None:
+    recipe = tree("train")
+    for section, options in changes.items():
+        recipe[section] = {**(recipe.get(section) or {}), **options}
+    recipe["train"] = {**recipe["train"], "optimizer": {"offload": "sampling"}}
+    config = checked(recipe, source="recipe")
+    if message is None:
+        refuse_without_effect(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        refuse_without_effect(config)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "sampling"])
+def test_offload_of_a_model_on_the_cpu_is_refused(offload: str) -> None:
+    options = OptimizationSection.model_validate({"optimizer": {"offload": offload}})
     with pytest.raises(ConfigError, match="the model is on the CPU"):
-        Optimizer(parameters(torch.float32), OptimizationSection(optimizer=OptimizerSection(offload="cpu")))
+        Optimizer(parameters(torch.float32), options)
 
 
 def test_the_optimizer_of_fine_tuning_is_that_of_the_recipe(tmp_path: Path) -> None:
@@ -875,6 +922,7 @@ def test_a_critic_goes_on_with_smaller_micro_batches() -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_says_so_in_its_metrics_and_resumes_with_the_bound(model: Path, tmp_path: Path) -> None:
     recipe = save_short_recipe(tmp_path, model)
 

@@ -661,6 +661,7 @@ def test_text_and_images_of_a_hybrid_are_computed_in_two_passes_over_one_cache(
         assert said_logprobs(segment) == pytest.approx(own_N, abs=0.06 if mixed else 1e-4)
 
 
+@pytest.mark.slow
 def test_recorded_experts_are_used_again_with_images(tmp_path: Path) -> None:
     model, vision = saved(qwen3_5_moe, tmp_path)
     segment = Segment()
@@ -781,6 +782,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_training_sees_from_the_row_to_the_checkpoint_and_goes_on(recipe: Path, tmp_path: Path) -> None:
     run(recipe, "data.return_multi_modal_inputs=true")
     run(recipe, "resume=auto", "train.steps=3")

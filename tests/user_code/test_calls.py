@@ -238,7 +238,7 @@ class Swallows(SingleTurn):
 def test_deadlines_hold_for_an_environment_that_swallows_cancellation(place: str) -> None:
     ended, started = Swallows.ended, time.monotonic()
     made = iter([Swallows(place), SingleTurn()])
-    bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=Limits(seconds_per_turn=0.2))
+    bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=Limits(seconds_per_turn=2.0))
     assert bad.stop is Stop.DEADLINE
     assert good.stop is Stop.DONE
     assert time.monotonic() - started < 20
@@ -309,7 +309,7 @@ def test_in_lockstep_the_time_of_a_conversation_does_not_run_while_it_waits_for_
             return Reply(done=True)
 
     made = iter([Hangs(), *(ScriptedUser(["And?"]) for _ in range(4))])
-    limits = Limits(seconds=0.5, seconds_per_turn=None)
+    limits = Limits(seconds=3.0, seconds_per_turn=None)
     first, *others = hold_all(Says("a", "b"), lambda: next(made), size=5, lockstep=True, limits=limits)
     assert first.stop is Stop.DEADLINE
     assert [one.stop for one in others] == [Stop.DONE] * 4
@@ -340,6 +340,22 @@ def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_
         assert way in message
 
 
+def test_a_machine_that_is_slow_to_run_a_new_thread_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Starts(SingleTurn):
+        async def step(self, turn: Turn) -> Reply:
+            slow = threading.Thread(target=lambda: None)
+            run = slow._bootstrap  # type: ignore[attr-defined]
+            monkeypatch.setattr(slow, "_bootstrap", lambda: (time.sleep(1.0), run()))
+            slow.start()
+            slow.join()
+            return Reply(done=True)
+
+    (one,) = hold_all(Says("a"), Starts)
+    assert (one.stop, caplog.messages) == (Stop.DONE, [])
+
+
 def test_the_thread_that_watches_an_event_loop_ends_with_it() -> None:
     async def watched() -> LoopWatch:
         watch = loop_watch()
@@ -353,8 +369,8 @@ def test_the_thread_that_watches_an_event_loop_ends_with_it() -> None:
 
 
 def test_who_blocks_the_loop_for_too_long_meets_its_own_deadline() -> None:
-    made = iter([Blocks(1.0), *(ScriptedUser(["And?"]) for _ in range(3))])
-    limits = Limits(turns=2, seconds=0.5)
+    made = iter([Blocks(4.0), *(ScriptedUser(["And?"]) for _ in range(3))])
+    limits = Limits(turns=2, seconds=2.0)
     first, *others = hold_all(Says("a", "b", seconds=0.01), lambda: next(made), size=4, limits=limits)
     assert first.stop is Stop.DEADLINE
     assert [one.stop for one in others] == [Stop.DONE] * 3
@@ -460,6 +476,7 @@ def test_what_tools_that_run_together_set_is_seen_by_none_of_the_others() -> Non
 # nothing is left behind
 
 
+@pytest.mark.slow
 def test_asyncio_complains_of_nothing_after_many_faulty_conversations() -> None:
     complaints: list[str] = []
 

@@ -663,6 +663,7 @@ async def hinted(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     yield Opening(messages=row.messages)
 
 
+@pytest.mark.slow
 def test_steps_callbacks_and_a_resumed_run_see_the_rows_of_the_data(tmp_path: Path, model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "2+2?", "tests": [1, 2, 3, 4]}\n')
@@ -859,6 +860,7 @@ def test_a_rollout_goes_on_where_it_began_when_an_environment_changes_the_workin
     assert (config["model"]["path"], config["data"]["train"]) == ("model", "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_whose_environment_changes_the_working_directory_resumes(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

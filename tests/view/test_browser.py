@@ -63,6 +63,10 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+PATIENCE = float(os.environ.get("PAGE_TIMEOUT", "120000"))
+"""Milliseconds for which a page is waited for, also on a machine that is busy with other tests."""
+
+
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1300, "height": 800}, bypass_csp=False)
@@ -79,7 +83,7 @@ def page(browser: Any) -> Iterator[Any]:
             else None
         ),
     )
-    page.set_default_timeout(float(os.environ.get("PAGE_TIMEOUT", "60000")))
+    page.set_default_timeout(PATIENCE)
     yield page
     context.close()
     assert problems == []
@@ -174,6 +178,50 @@ def test_runs_side_by_side(page: Any, address: str, run: Path, other: Path) -> N
     page.check("[aria-label='mark second']")
     page.click("text=Curves overlaid")
     page.wait_for_selector("[role=img][aria-label^='reward/mean: second 0.35']")
+
+
+def test_runs_that_differ_in_the_seed_only_have_their_mean(page: Any, address: str, run: Path, other: Path) -> None:
+    for path, rate, seed in ((run, 0.1, 1), (other, 0.1, 2)):
+        (path / "run.json").write_text('{"kind": "train", "ended": {"how": "finished", "reason": null}}')
+        (path / "config.yaml").write_text(f"train: {{steps: 3, lr: {rate}}}\nseed: {seed}\n")
+    open_view(page, address, "#/runs?columns=reward%2Fmean")
+    page.wait_for_selector("table.seeds tbody tr")
+    assert (
+        page.locator("table.seeds").inner_text().splitlines()[0].startswith("Over the seeds: mean ± standard deviation")
+    )
+    assert [row.split() for row in page.locator("table.seeds tbody tr").all_inner_texts()] == [
+        ["2", "0.325", "±", "0.03536"],
+    ]
+    (other / "config.yaml").write_text("train: {steps: 3, lr: 0.2}\nseed: 2\n")
+    page.reload()
+    page.wait_for_selector("th:has-text('train.lr')")
+    assert page.locator("table.seeds").count() == 0
+
+
+def test_texts_of_the_table_of_runs_are_read_from_the_left_and_are_complete(
+    page: Any, address: str, run: Path, other: Path
+) -> None:
+    """A long option is wrapped, not cut; numbers stand at the right."""
+    environments = (
+        "my_project.environments.of_shops:customer_with_a_secret_limit",
+        "turnwise.environments.users:checked_answer",
+    )
+    for path, rate, environment in ((run, 0.1, environments[0]), (other, 0.2, environments[1])):
+        (path / "config.yaml").write_text(f"train: {{steps: 3, lr: {rate}}}\nenvironment: {{use: {environment}}}\n")
+    open_view(page, address, "#/runs")
+    cell = page.locator("table.runs td.text:has-text('customer_with_a_secret_limit')")
+    cell.wait_for()
+    style = "(cell, name) => getComputedStyle(cell)[name]"
+    assert cell.evaluate(style, "text-align") == "left"
+    assert cell.inner_text() == environments[0]
+    assert cell.evaluate(
+        "cell => cell.scrollWidth <= cell.clientWidth && cell.firstChild.scrollHeight <= cell.firstChild.clientHeight"
+    )
+    assert page.locator("th.text:has-text('environment')").evaluate(style, "text-align") == "left"
+    assert page.locator("table.runs td.num:has-text('0.35')").first.evaluate(style, "text-align") == "right"
+    assert page.evaluate(
+        "() => { const box = document.querySelector('[aria-label=Runs]'); return box.scrollWidth <= box.clientWidth; }"
+    )
 
 
 def test_runs_of_another_kind_appear_and_are_chosen(page: Any, address: str, run: Path) -> None:
@@ -727,6 +775,7 @@ def test_accessible_in_both_themes(browser: Any, address: str, run: Path) -> Non
         script = archive.extractfile("package/axe.min.js").read().decode()  # type: ignore[union-attr]
     context = browser.new_context(viewport={"width": 1300, "height": 800}, bypass_csp=True)
     page = context.new_page()
+    page.set_default_timeout(PATIENCE)
     problems = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -208,9 +208,16 @@ class AsksAboutPrompts(Protocol):
 class Environments:
     """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
 
-    def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
+    def __init__(
+        self,
+        make: EnvironmentFactory,
+        *shared: McpServers | EnvironmentSource | None,
+        tools: Mapping[str, Sequence[str]] = {},
+    ) -> None:
         self._make = make
         self._shared = shared
+        self.tools = tools
+        """The names of the tools of all conversations, by what gives them, such as `MCP server files`."""
         self.policies: Mapping[str, AgentPolicy] = {}
         """The policies of the conversations' agents, which are closed at the end, too."""
 
@@ -258,8 +265,10 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     refuse_unused_tool_options(config, environment_has_tools=bool(environment_tools))
     max_parallel_calls, cut = config.tool_calls.max_parallel_calls, truncation(config, encode)
     servers = mcp_servers(config)
+    sources = _tool_names(config, tools, environment_tools)
     if servers is not None:
         tools += _mcp_tools(config, servers, [*tools, *environment_tools])
+        sources |= {f"MCP server {name}": names for name, names in servers.offered.items()}
 
     def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
         all_tools = [*tools, *more]
@@ -267,10 +276,21 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
     if source is not None:
         ways = _ways(source, config)
-        return Environments(lambda: _with_ways(ways, lambda: source.make(in_front)), servers, source)
+        return Environments(lambda: _with_ways(ways, lambda: source.make(in_front)), servers, source, tools=sources)
     if config.environment.thread:
-        return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)
-    return Environments(lambda: in_front((), constructor()), servers)
+        return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers, tools=sources)
+    return Environments(lambda: in_front((), constructor()), servers, tools=sources)
+
+
+def _tool_names(
+    config: Config, tools: Sequence[Tool | Toolbox], of_environment: Sequence[Tool]
+) -> dict[str, Sequence[str]]:
+    """The names of the tools that the recipe and the environment's source name, by their references."""
+    named: dict[str, Sequence[str]] = {}
+    for use, given in zip(config.tools, tools, strict=True):
+        names = [one.name for one in given.tools] if isinstance(given, Toolbox) else [given.name]
+        named[use.use] = [*named.get(use.use, ()), *names]
+    return named | ({config.environment.use: [one.name for one in of_environment]} if of_environment else {})
 
 
 def _ways(source: EnvironmentSource, config: Config) -> str:

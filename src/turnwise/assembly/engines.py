@@ -32,7 +32,7 @@ from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFi
 from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.local_paths import hub_directory, looks_like_path, refuse_other_than_model, unreadable
-from turnwise.models.device import known_dtype
+from turnwise.models.device import gpu_number, known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.algorithm import LoraSection
 from turnwise.options.engines import ServerEngineSection, VllmEngineSection, local_ranks
@@ -159,8 +159,7 @@ def trainer_gpus(config: Config) -> list[int]:
         return []
     if cluster.distributed:
         return list(range(int(os.environ.get("LOCAL_WORLD_SIZE") or local_ranks(cluster))))
-    number = config.model.device.partition(":")[2]
-    return [int(number) if number.isdecimal() else 0]
+    return [gpu_number(config.model.device)]
 
 
 def place_of_servers(config: Config) -> str:
@@ -488,9 +487,13 @@ def read_scripts(path: str) -> list[ConversationScript]:
     Raises DataError, with the line's number.
     """
     file = Path(path)
-    if not os.path.isfile(file):
+    if not os.path.exists(file):
         raise DataError(
             f"engine.script: there is no file {file.absolute()}; paths are relative to the directory you run from"
+        )
+    if not os.path.isfile(file):
+        raise DataError(
+            f"engine.script: {file} is no regular file (it is read more than once): write the scripts to one"
         )
     scripts: list[ConversationScript] = []
     # split, not splitlines: a text may contain U+2028

@@ -7,13 +7,14 @@ imports no torch.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
 from turnwise.local_paths import WEIGHTS_IN_PARTS
-from turnwise.models.device import known_dtype
+from turnwise.models.device import known_dtype, multiplies_bfloat16, uses_gpu
 from turnwise.options.algorithm import (
     CorrectionSection,
     LoraSection,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from turnwise.training.learner import Critic, Learner
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
+_log = logging.getLogger(__name__)
 
 # several ranks
 
@@ -207,6 +209,7 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
                 head=head,
                 share_prompts=config.train.share_prompts,
                 autocast=config.model.autocast,
+                run=Path(config.output).absolute(),
             ),
         )
     if config.model.lora.rank is not None and path is None:
@@ -245,6 +248,7 @@ def _learner(
     teacher: TeacherSection | None = None,
     share_prompts: str = "auto",
 ) -> Learner:
+    _tell_slow_products(config)
     if config.cluster.distributed:
         return sharded_learner(
             config,
@@ -263,6 +267,7 @@ def _learner(
                 deterministic=config.deterministic,
                 router_replay=config.model.router_replay,
                 folder=Path(config.output).absolute().parent,
+                run=Path(config.output).absolute(),
             ),
         )
     from turnwise.models.precision import use_deterministic_algorithms  # torch
@@ -282,6 +287,18 @@ def _learner(
         threads=1 if config.deterministic else 0,
         autocast=config.model.autocast,
         router_replay=config.model.router_replay,
+    )
+
+
+def _tell_slow_products(config: Config) -> None:
+    """A run in bfloat16 on a CPU without such products looks as if it hung."""
+    mixed = config.model.autocast
+    if not (mixed or known_dtype(config) == "bfloat16") or uses_gpu(rank_device(config)) or multiplies_bfloat16():
+        return
+    _log.warning(
+        "%s: this CPU has no products in bfloat16 (AVX-512 BF16 or AMX), so torch takes 5 to 10 times as long for them as in "
+        "float32. On this machine, model.autocast=false model.dtype=float32 is faster",
+        "model.autocast=true" if mixed else "model.dtype=bfloat16",
     )
 
 

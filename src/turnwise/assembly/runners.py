@@ -30,6 +30,7 @@ from turnwise.engines.remote.launch import on_cpu
 from turnwise.engines.remote.server_process import visible_devices
 from turnwise.engines.remote.servers import Owner
 from turnwise.errors import ConfigError
+from turnwise.models.device import gpu_number
 from turnwise.models.model_config import context_length
 from turnwise.options.engines import ClusterSection
 from turnwise.options.schema import Config
@@ -202,7 +203,15 @@ def ray_options(config: Config, renderer: Renderer, *, trains: bool = False) -> 
     address = os.environ.get(RAY_ADDRESS) or config.cluster.address
     info, probe = worker_info(config, renderer), probe_options(config)
     gpu = _gpu_beside_workers(config) if trains else None
-    return RayOptions(address=address, cluster=config.cluster, info=info, probe=probe, gpu=gpu)
+    own = config.engine.embedded is not None or (config.engine.servers is not None and config.engine.starts_servers)
+    return RayOptions(
+        address=address,
+        cluster=config.cluster,
+        info=info,
+        probe=probe,
+        gpu=gpu,
+        takes_gpu=own and config.model.device != "cpu",
+    )
 
 
 def _gpu_beside_workers(config: Config) -> str | None:
@@ -211,8 +220,7 @@ def _gpu_beside_workers(config: Config) -> str | None:
     outside = (config.cluster.address or os.environ.get("RAY_ADDRESS") or "").startswith("ray://")
     if outside or RAY_ADDRESS in os.environ or on_cpu(config.model.device):
         return None
-    number, names = config.model.device.partition(":")[2], visible_devices()
-    index = int(number) if number.isdecimal() else 0
+    index, names = gpu_number(config.model.device), visible_devices()
     return names[index] if index < len(names) else None
 
 

@@ -29,7 +29,8 @@ def register_convert(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
         "Make a recipe from a configuration of verl (docs/verl.md), the arguments of ms-swift (docs/swift.md) or a file of TRL "
-        "(docs/trl.md), and give the reason for every key that is left out. Write `--` before arguments that begin with a dash."
+        "(docs/trl.md), and give the reason for every key that is left out. Write `--` before arguments that begin with a dash. "
+        "The exit status is 1 if the recipe does not work here."
     )
     parser.add_argument(
         "overrides",
@@ -56,26 +57,38 @@ def _run_convert(options: argparse.Namespace, context: Context) -> int:
     report = converted(
         options.system, options.overrides, folder=options.config_path, name=options.config_name, try_names=True
     )
+    if options.out is not None:
+        _write_files(report, options.out)
     if not (report.failing or report.refused() or report.not_tried()):  # else it is known what is missing
         report = replace(report, refused_start=refused_start(report.recipe))
     recipe = as_recipe(report)
     if options.out is None:
         print(recipe, end="")
-        return 0
-    if options.out.exists():
-        raise ConfigError(f"{options.out} exists already: choose another file, or remove it")
+        return _status(report)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(recipe, encoding="utf-8")
-    summary = (
-        f"{len(report.converted)} keys converted and {len(report.unsupported)} left out, {len(report.refused())} of which change "
-        f"the training; the recipe: {options.out}"
-    )
+    changing = f", {len(report.refused())} of which change the training" if report.unsupported else ""
+    kept = f"{len(report.converted)} keys converted and {len(report.unsupported)} left out"
+    summary = f"{kept}{changing}; the recipe: {options.out}"
     if report.failing:
         summary += f". {len(report.failing)} of its values do not work here: see above"
     elif report.refused_start:
         summary += ". `turnwise train` would refuse it here: see above"
     print_lines(context.console, [*_notes(report), summary])
-    return 0
+    return _status(report)
+
+
+def _status(report: ConversionReport) -> int:
+    """The exit status: 1 where the recipe does not work here, so that a script does not go on with it."""
+    return 1 if report.failing or report.refused_start else 0
+
+
+def _write_files(report: ConversionReport, out: Path) -> None:
+    """Write the files that the recipe names beside it. Raises ConfigError if the recipe's own file is there."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already: choose another file with --out, or remove it")
+    for file, text in report.files.items():
+        file.write_text(text, encoding="utf-8")
 
 
 def converted(

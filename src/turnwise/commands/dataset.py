@@ -37,6 +37,7 @@ def register_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-step", type=step_number, metavar="N", help="only conversations of training step N and later ones"
     )
+    parser.add_argument("--step", type=step_number, metavar="N", help="only conversations of training step N")
     parser.add_argument(
         "--best", type=count, metavar="N", help="sft: the N best conversations of each group; default: 1"
     )
@@ -91,11 +92,11 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
         raise ConfigError(
             f"--margin {given['margin']:g} is below 0: the better conversation of a pair is the chosen one"
         )
-    written = write_dataset(
-        options.run,
-        options.out,
-        DatasetChoice(what=options.what, first_step=options.from_step, label=options.label, **given),
-    )
+    if options.step is not None and options.from_step is not None:
+        raise ConfigError("--step and --from-step are both given: remove one of them")
+    first, last = (options.from_step, None) if options.step is None else (options.step, options.step)
+    choice = DatasetChoice(what=options.what, first_step=first, last_step=last, label=options.label, **given)
+    written = write_dataset(options.run, options.out, choice)
     print_lines(
         context.console,
         [

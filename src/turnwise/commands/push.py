@@ -71,12 +71,16 @@ def files_of(run: Path, link: str) -> dict[str, Path]:
 
 
 def upload(name: str, card: str, files: dict[str, Path], *, private: bool) -> str:
-    """Make the repository, and upload everything in one commit. Returns its address. Raises RunError if the hub refuses it."""
+    """Make the repository, and upload everything in one commit; of the recipe, what others may see. Returns its address. Raises
+    RunError if the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api = HfApi()
-    added = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
+    added = [
+        CommitOperationAdd(file, _published_recipe(path).encode() if file == "recipe.yaml" else str(path))
+        for file, path in files.items()
+    ]
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.create_commit(
@@ -90,3 +94,15 @@ def upload(name: str, card: str, files: dict[str, Path], *, private: bool) -> st
             f"would be uploaded"
         ) from None
     return str(address)
+
+
+def _published_recipe(path: Path) -> str:
+    """The recipe for others: of files and directories of this machine only the names."""
+    import yaml
+
+    from turnwise.terminal.run_card import published
+
+    text = path.read_text(encoding="utf-8")
+    recipe = yaml.safe_load(text)
+    shown = published(recipe)
+    return text if shown == recipe else yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from turnwise.errors import ConfigError
+from turnwise.errors import NOT_AGAIN, ConfigError, StartAgain
 
 if TYPE_CHECKING:
     from turnwise.commands.command import Context
@@ -253,7 +253,7 @@ class _Launcher:
                     statuses = ranks.poll(_POLL)
                     # a rank that ends before rank 0 was lost, unless rank 0 has ended it
                     lost = next((rank for rank, status in enumerate(statuses) if status), None)
-                if lost is None and (statuses[0] or 0) < 0:
+                if lost is None and _is_lost(statuses[0] or 0):
                     lost = 0
                 deadline = time.monotonic() + (_GRACE if statuses[0] is None else _SHORT_GRACE)
                 while None in statuses and time.monotonic() < deadline:
@@ -261,10 +261,13 @@ class _Launcher:
         finally:
             ranks.end()
         status = -signal.SIGKILL if statuses[0] is None else statuses[0]  # `end` has killed it
-        if lost is None or (lost == 0 and status > 0):  # rank 0 reports its own errors
+        if NOT_AGAIN in statuses[1:]:  # which has said why, and so has rank 0
+            return 1, None
+        if lost is None or (lost == 0 and not _is_lost(status)):  # rank 0 reports its own errors
             return status, None
         reason = ranks.reason(lost) or _ending(statuses[lost] or 0)
-        return status, f"trainer rank {lost} ({ranks.place(lost)}) {reason}"
+        # for whoever has started the command, that the ranks can start again is an error
+        return 1 if status == StartAgain.exit_status else status, f"trainer rank {lost} ({ranks.place(lost)}) {reason}"
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -288,7 +291,14 @@ class _Launcher:
         self._console.print(f"turnwise: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _is_lost(status: int) -> bool:
+    """Whether rank 0 has not ended with an error that a further start would have again."""
+    return status < 0 or status == StartAgain.exit_status
+
+
 def _ending(status: int) -> str:
+    if status == StartAgain.exit_status:
+        return "ended for the reason above"
     if status < 0:
         return f"was ended by the signal {signal.Signals(-status).name}"
     return f"ended with exit status {status}"

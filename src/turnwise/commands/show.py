@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +22,13 @@ from rich.text import Text
 from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
 from turnwise.errors import ConfigError, RunError, counted
 from turnwise.record.completeness import check_record
+from turnwise.record.failures import FailureGroup, FailureGroups, ToolCallCounts
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of, reward_part
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
 from turnwise.record.summary import (
-    FailureGroup,
     evaluations_of,
     find_summaries,
-    group_failures,
     held_out_change,
     may_be_run,
     summarize_run,
@@ -99,6 +99,11 @@ def register_show(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
+    parser.add_argument(
+        "--row", metavar="ID",
+        help="the conversations on the row with this id in all steps, one line each: step, sample, reward, last answer; with "
+        "--step, --worst, ..., these conversations in full",
+    )  # fmt: skip
     for name, which in (("--worst", "lowest"), ("--best", "highest")):
         help_ = f"the N conversations with the {which} reward; of equal ones the latest"
         parser.add_argument(name, type=count, default=0, metavar="N", help=help_)
@@ -117,8 +122,8 @@ def register_show(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[],
-        help="the value of a metric in every step, such as reward/mean (docs/metrics.md); of several runs, a column of the "
-        "table, also eval/NAME on held-out rows; may be repeated",
+        help="the value of a metric in every step, such as reward/mean, or eval/NAME on held-out rows (docs/metrics.md); of "
+        "several runs, a column of the table; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--sort",
@@ -144,7 +149,7 @@ def register_show(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_run_show)
 
 
-_SELECTING = ("id", "step", "worst", "best", "last", "failed", "tokens")
+_SELECTING = ("id", "step", "row", "worst", "best", "last", "failed", "tokens")
 
 _OF_RUNS = {"sort": "--sort sorts runs", "over_seeds": "--over-seeds is of runs"}
 
@@ -173,7 +178,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     if one and options.metric and not of_runs:
         if selectors:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
-        show_metrics(context.console, run, options.metric, evaluation=options.evaluation, form=form)
+        _show_metrics_of_one(context.console, run, options, form)
         return 0
     if not one or of_runs or (form != "text" and not selectors):
         if selectors:
@@ -190,6 +195,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     selection = Selection(
         id=options.id,
         step=options.step,
+        row=options.row,
         worst=options.worst,
         best=options.best,
         last=options.last,
@@ -197,6 +203,20 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     )
     show(context.console, run, selection, evaluation=options.evaluation, tokens=options.tokens, form=form)
     return 0
+
+
+def _show_metrics_of_one(console: Console, run: Path, options: argparse.Namespace, form: str) -> None:
+    """Print metrics of the steps, and those of evaluations: `eval/NAME`, as in the table of runs, or all with `--eval`."""
+    held_out = [name.removeprefix("eval/") for name in options.metric if options.evaluation or name.startswith("eval/")]
+    of_steps = [name for name in options.metric if not (options.evaluation or name.startswith("eval/"))]
+    if held_out and of_steps and form != "text":
+        raise ConfigError(
+            f"--metric {of_steps[0]} has a value in each step, and --metric eval/{held_out[0]} in each evaluation, which are two "
+            f"tables: print one after the other"
+        )
+    for names, evaluation in ((of_steps, False), (held_out, True)):
+        if names:
+            show_metrics(console, run, names, evaluation=evaluation, form=form)
 
 
 def _is_one(path: Path) -> bool:
@@ -226,7 +246,11 @@ def show_runs(console: Console, options: argparse.Namespace, *, form: str) -> No
         return
     if not options.over_seeds:
         print_runs(console, records)
-    print_over_seeds(console, records if options.over_seeds else seed_records(runs, metrics=metrics))
+        try:
+            records = seed_records(runs, metrics=metrics, by=options.sort and options.sort.removesuffix(".best"))
+        except RunError:  # sorted by a column that only single runs have
+            records = seed_records(runs, metrics=metrics)
+    print_over_seeds(console, records)
     print_left_out(console, problems)
 
 
@@ -264,6 +288,8 @@ class Selection:
     """The conversation with this id."""
     step: int | None = None
     """Conversations of this step."""
+    row: str | None = None
+    """Conversations on the row with this id, without those of agents."""
     failed: bool = False
     """Conversations that ended with an error."""
     worst: int = 0
@@ -286,7 +312,9 @@ class Selection:
         matching = [
             trajectory
             for trajectory in self._candidates(file, damaged)
-            if (self.step is None or trajectory.step == self.step) and (not self.failed or trajectory.error is not None)
+            if (self.step is None or trajectory.step == self.step)
+            and (self.row is None or (trajectory.row.id == self.row and not trajectory.episode))
+            and (not self.failed or trajectory.error is not None)
         ]
         if self.worst or self.best:
             scored = [(trajectory.reward, trajectory) for trajectory in matching if trajectory.reward is not None]
@@ -337,7 +365,7 @@ def show(
     if selection == Selection():
         if tokens:
             raise RunError(
-                "--tokens needs conversations to show: add --id, --step, --worst, --best, --last or --failed"
+                "--tokens needs conversations to show: add --id, --step, --row, --worst, --best, --last or --failed"
             )
         for part in _summary(run, path):
             console.print(part, soft_wrap=isinstance(part, Text))  # paths are not wrapped
@@ -359,10 +387,43 @@ def show(
             # in ASCII: what a model wrote must not reach the terminal as it is
             console.print(json.dumps(json.loads(line)), highlight=False, markup=False, soft_wrap=True)
         return
+    if selection == Selection(row=selection.row) and not tokens:
+        _show_row(console, trajectories, f"turnwise show {run}{' --eval' if evaluation else ''}")
+        return
+    _show_in_full(console, run, trajectories, tokens=tokens)
+
+
+def _show_in_full(console: Console, run: Path, trajectories: Sequence[Trajectory], *, tokens: bool) -> None:
+    """Print conversations with all that they have."""
     policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
     decode = {policy: token_texts(run, policy) for policy in policies}
     for trajectory in trajectories:
         console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))
+
+
+def _show_row(console: Console, trajectories: Sequence[Trajectory], show: str) -> None:
+    """A line for each conversation on one row, by step, as the viewer has them over the steps."""
+    ordered = sorted(trajectories, key=lambda trajectory: trajectory.step or 0)
+    steps = {trajectory.step for trajectory in ordered}
+    row, last = ordered[-1].row.id, ordered[-1].id
+    print_lines(console, [f"row {row}: {counted(len(ordered), 'conversation')} in {counted(len(steps), 'step')}"])
+    lines = [("step", "sample", "reward", "last answer")]
+    for one in ordered:
+        answer = " ".join(one.answer.split()) if one.error is None else f"failed: {one.error.kind}"
+        step, sample = "-" if one.step is None else str(one.step), one.id.rpartition("/")[2]
+        lines.append((step, sample, number(one.reward), answer or "(no text)"))
+    widths = [max(len(line[place]) for line in lines) for place in range(3)]
+    space = max(console.width, _NARROWEST_ROW) - sum(widths) - 6
+    for *cells, answer in lines:
+        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        shown = answer if len(answer) <= space else f"{answer[: space - 1]}…"
+        print_lines(console, [f"{aligned}  {shown}"])
+    print_lines(
+        console, [f"in full: {show} --row {shlex.quote(row)} --step N, or --id {shlex.quote(last)}"], style="dim"
+    )
+
+
+_NARROWEST_ROW = 60  # characters of a line
 
 
 def _nothing_found(
@@ -372,12 +433,42 @@ def _nothing_found(
     if selection.failed and replace(selection, failed=False).of(recorded.path, []):
         if form == "text":
             where = "" if selection.step is None else f" of step {selection.step}"
-            console.print(f"no conversation{where} failed", highlight=False)
+            console.print(
+                f"no conversation{where} failed (errors of tools are answers to the model: `turnwise show {run}` counts them)",
+                highlight=False,
+                soft_wrap=True,
+            )
         return
-    steps = f" (its steps are {recorded[0].step} to {recorded[-1].step})" if selection.step and len(recorded) else ""
+    known = _known_steps(recorded.steps()) if selection.step is not None else ""
+    if selection.row is not None:
+        known += _known_rows(recorded)
     raise RunError(
-        f"no conversation in {recorded.path} matches{steps}; `turnwise show {run}` prints a summary of the run"
+        f"no conversation in {recorded.path} matches{known}; `turnwise show {run}` prints a summary of the run"
     )
+
+
+_NAMED = 5  # steps or rows in a message
+
+
+def _known_steps(steps: Sequence[int]) -> str:
+    """The steps of a record, as a message has them: a range where none is missing."""
+    if not steps:
+        return ""
+    if len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1:
+        return f" (its steps are {steps[0]} to {steps[-1]})"
+    named = [*map(str, steps)] if len(steps) <= _NAMED + 1 else [*map(str, steps[:_NAMED]), f"... {steps[-1]}"]
+    return f" (its {'steps are' if len(steps) > 1 else 'step is'} {', '.join(named)})"
+
+
+def _known_rows(recorded: RecordedTrajectories) -> str:
+    """The ids of some rows of a record, and the option that takes them from a column `id`, if the rows have one."""
+    rows = {one.row.id: one.row for one in read(recorded.path, damaged=[]) if not one.episode}
+    if not rows:
+        return ""
+    more = ", ..." if len(rows) > _NAMED else ""
+    column = any("id" in row.fields for row in rows.values())
+    fix = "; their column id is none, unless the recipe has data.columns.id=id" if column else ""
+    return f" (ids of rows are {', '.join(list(rows)[:_NAMED])}{more}{fix})"
 
 
 def _show_evaluation(console: Console, run: Path, models: Sequence[Path], selection: Selection) -> bool:
@@ -495,17 +586,19 @@ def _mean_parts(line: Mapping[str, Any]) -> str:
 def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
     """How the conversations of a file ended, and their errors, grouped by message."""
     stops: Counter[str] = Counter()
-    failed: list[tuple[int | None, str, str, str]] = []
+    failed, latest, tools = FailureGroups(), "", ToolCallCounts()
     last = ""
     agents: Counter[str] = Counter()
     for trajectory in read(path, damaged=damaged):
+        tools.add(trajectory)
         if trajectory.episode:
             agents[trajectory.agent] += 1
         else:
             last = trajectory.id
             stops[str(trajectory.stop)] += 1
         if (error := trajectory.error) is not None:
-            failed.append((trajectory.step, trajectory.id, str(error.kind), error.message))
+            failed.add(trajectory.step, trajectory.id, str(error.kind), error.message)
+            latest = trajectory.id
     yield Text(
         f"{counted(stops.total(), 'conversation')}; "
         + ", ".join(f"{stop} {times}" for stop, times in stops.most_common())
@@ -519,18 +612,41 @@ def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
     for note in damage_notes(damaged):
         yield Text(f"  {note}", style="yellow")
     held_out = "" if path.name.startswith("trajectories") else " --eval"
-    for group in group_failures(failed)[:5]:
-        yield Text(f"  {_failure(group)}", style="red")
-    if failed:
+    for group in failed.ranked()[:_MOST_GROUPS]:
+        yield Text(f"  {_failure(group, group.kind)}", style="red")
+    if latest:
         yield Text("  failed conversations are in no mean, and are not trained on", style="dim")
-        yield Text(f"  the latest failure: turnwise show {run}{held_out} --id {failed[-1][1]}", style="dim")
+        yield Text(f"  the latest failure: turnwise show {run}{held_out} --id {latest}", style="dim")
+    yield from _tool_errors(tools, f"turnwise show {run}{held_out}")
     if last:
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")
 
 
-def _failure(group: FailureGroup) -> str:
+_MOST_GROUPS = 5
+_LONGEST_MESSAGE = 200  # characters of what a tool says
+
+
+def _tool_errors(use: ToolCallCounts, show: str) -> Iterator[Text]:
+    """How many calls of each tool failed, and their errors by tool and message; nothing if none failed."""
+    failed = {name: tool for name, tool in use.tools.items() if tool.failed}
+    if not failed:
+        return
+    ranked = sorted(failed.items(), key=lambda pair: -pair[1].failed)
+    counts = [f"{tool.failed} of {tool.calls} of {_shown_tool(name)}" for name, tool in ranked[:_MOST_GROUPS]]
+    more = [] if len(ranked) <= _MOST_GROUPS else [f"and of {len(ranked) - _MOST_GROUPS} others"]
+    yield Text(f"{use.failed} of {use.calls} calls of tools failed: {', '.join([*counts, *more])}")
+    for name, group in (groups := use.ranked())[:_MOST_GROUPS]:
+        yield Text(f"  {_failure(group, f'{_shown_tool(name)}, {group.kind}')}", style="yellow")
+    yield Text(f"  the latest of the first: {show} --id {groups[0][1].id}", style="dim")
+
+
+def _shown_tool(name: str) -> str:
+    return name or "no name"
+
+
+def _failure(group: FailureGroup, what: str) -> str:
     latest = "" if group.step is None else f" (latest in step {group.step})"
-    return f"{group.count} x {group.kind}: {group.message}{latest}"
+    return f"{group.count} x {what}: {group.message}{latest}"
 
 
 # `turnwise view`

@@ -75,8 +75,9 @@ def register_sweep(parser: argparse.ArgumentParser) -> None:
 def _run_sweep(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
 
-    varied, fixed = divided(options.overrides)
-    sets = named_sets(options.sets, beside=options.overrides)
+    overrides, out = _without_directory(options.overrides, options.out)
+    varied, fixed = divided(overrides)
+    sets = named_sets(options.sets, beside=overrides)
     if sets:
         varied = {SET: list(sets), **varied}
     if not varied:
@@ -85,24 +86,36 @@ def _run_sweep(options: argparse.Namespace, context: Context) -> int:
             "with --set"
         )
     base, _ = load(options.recipe, fixed)
-    directory: Path = options.out or Path(f"{base.output.rstrip('/')}-sweep")
+    directory = out or Path(f"{base.output.rstrip('/')}-sweep")
     sweep = Sweep(directory, options.recipe, fixed, command="sft" if options.sft else "train", sets=sets)
     # `data.eval` is varied or fixed
     chosen = [*varied, *(word.partition("=")[0] for words in sets.values() for word in words)]
     evaluates = "data.eval" in chosen or base.data.eval is not None
     metric = chosen_metric(options.metric, command=sweep.command, evaluates=evaluates)
-    if options.trials is None:
-        runs = combinations(varied)
-        for words in runs.values():
-            sweep.check(words)
-        sweep.open()
-        sweep.refuse_others(runs)
-        for number, (name, words) in enumerate(runs.items(), 1):
-            sweep.run(name, words, context, title=f"run {number} of {len(runs)}", metric=metric)
-    else:
-        sweep.open()
-        _optimize(sweep, varied, options.trials, metric, context)
+    try:
+        _train_all(sweep, varied, options.trials, metric, context)
+    except KeyboardInterrupt:
+        told = "the same command goes on with the sweep: it skips the runs that have finished, and resumes the others"
+        print_lines(context.console, [told])
+        raise
     return sweep.compare(context, metric)
+
+
+def _train_all(
+    sweep: Sweep, varied: Mapping[str, list[str]], trials: int | None, metric: str, context: Context
+) -> None:
+    """Train all combinations, or with `trials` those that optuna chooses."""
+    if trials is not None:
+        sweep.open()
+        _optimize(sweep, varied, trials, metric, context)
+        return
+    runs = combinations(varied)
+    for words in runs.values():
+        sweep.check(words)
+    sweep.open()
+    sweep.refuse_others(runs)
+    for number, (name, words) in enumerate(runs.items(), 1):
+        sweep.run(name, words, context, title=f"run {number} of {len(runs)}", metric=metric)
 
 
 def chosen_metric(given: str | None, *, command: str, evaluates: bool) -> str:
@@ -129,6 +142,14 @@ def chosen_metric(given: str | None, *, command: str, evaluates: bool) -> str:
 
 
 # values
+
+
+def _without_directory(overrides: Sequence[str], out: Path | None) -> tuple[list[str], Path | None]:
+    """The overrides without `output=DIR`, which is `--out DIR`, and the directory of the runs."""
+    named = [word for word in overrides if word.startswith("output=") and len(split_values(word)) == 1]
+    if len(named) != 1 or out is not None:  # `divided` refuses it
+        return list(overrides), out
+    return [word for word in overrides if word not in named], Path(named[0].removeprefix("output="))
 
 
 def divided(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -196,16 +197,16 @@ def register_init(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_init(options: argparse.Namespace, context: Context) -> int:
-    model, of_card = options.model, ""
+    model, folder, of_card = options.model, _without_dots(options.folder), ""
     if model is not None:
         refuse_other_than_model(model, error=ConfigError, weights=False, given=f"--model {model}")
-    if model is not None and options.folder != Path() and Path(model).is_dir():
-        model = str(Path(model).absolute())  # the commands are given in the project's directory
+    if model is not None and Path(model).is_dir():
+        model = str(_without_dots(Path(model), absolute=folder != Path()))
     changes, fits = ({}, []) if options.gpu is None else _for_gpu(model, options.gpu)
     if options.gpu:  # perhaps not the memory of this machine
         of_card = f" model.device=cuda --memory-gb {options.gpu:g}"
     thinking = None if model is None else _thinking(model)
-    paths = write_project(options.folder, model=model, changes=changes, thinking=thinking)
+    paths = write_project(folder, model=model, changes=changes, thinking=thinking)
     checked = f"turnwise doctor {shlex.quote(model or 'model')} --recipe recipe.yaml{of_card}"
     commands = {
         checked: "check the model and the recipe",
@@ -213,7 +214,7 @@ def _run_init(options: argparse.Namespace, context: Context) -> int:
         "turnwise show runs/first --best 1 --tokens": "read a conversation, with every token",
         "turnwise eval recipe.yaml --model runs/first": "evaluate the trained model",
     }
-    enter = [] if options.folder == Path() else [f"  cd {shlex.quote(str(options.folder))}"]
+    enter = [] if folder == Path() else [f"  cd {shlex.quote(str(folder))}"]
     files = _aligned({str(path): _ABOUT[path.name] for path in paths})
     lines = [*fits, *files, "\nnext:", *enter, *(f"  {line}" for line in _aligned(commands))]
     print_lines(context.console, lines)
@@ -221,7 +222,7 @@ def _run_init(options: argparse.Namespace, context: Context) -> int:
 
 
 def _thinking(model: str) -> Thinking | None:
-    """Whether the model thinks before an answer, by its chat template; None also if there is no tokenizer to read."""
+    """Whether the model thinks before an answer, by its chat template; None if it does not."""
     from turnwise.chat.renderer import Renderer
 
     try:
@@ -230,7 +231,7 @@ def _thinking(model: str) -> Thinking | None:
             return "optional"
         return "always" if renderer.encode_opening([{"role": "user", "content": "Hi"}]).reasoning_opening else None
     except TemplateError:  # `turnwise doctor`, which is named next, says what is wrong with it
-        return None
+        return "unknown"
 
 
 def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
@@ -238,9 +239,19 @@ def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
     and what is printed about them. Raises ConfigError if the model cannot be trained there."""
     if model is None:
         raise ConfigError("--gpu needs the model that is to be trained: turnwise init DIR --model MODEL --gpu 24")
-    from turnwise.doctor.fit import starter_plan  # torch
+    from turnwise.terminal.report import Terminal, stages
 
-    return starter_plan(model, gib or None)
+    with stages(Terminal(stderr=True)) as begin:
+        begin(f"reading {model}")
+        from turnwise.doctor.fit import starter_plan  # torch
+
+        return starter_plan(model, gib or None, begin)
+
+
+def _without_dots(path: Path, *, absolute: bool = False) -> Path:
+    """The path without `name/..`; `absolute`: for use in another directory."""
+    short = Path(os.path.abspath(path) if absolute else os.path.normpath(path))
+    return short if short.resolve() == path.resolve() else path.resolve()  # .. after a symbolic link
 
 
 def _aligned(texts: Mapping[str, str]) -> list[str]:

@@ -49,6 +49,8 @@ class ConversionReport:
     The user should check them."""
     failing: list[UnsupportedKey] = field(default_factory=list)
     """Options of the recipe that do not work here: values that the schema refuses, and names that could not be loaded."""
+    files: dict[Path, str] = field(default_factory=dict)
+    """Files that the recipe names and that are not here, with their contents: `turnwise convert --out` writes them."""
     refused_start: str = ""
     """Why `turnwise train` would refuse the recipe here before it loads the model, if `turnwise convert` has found that."""
 
@@ -184,6 +186,14 @@ def convert_loggers(builder: RecipeBuilder, key: str, *, project: str | None, ru
         builder.reject_value(key, given, reason)
     elif not known:
         builder.reject(key, "metrics.jsonl, the curve and all conversations are always written (docs/record.md)")
+
+
+def convert_kernels(builder: RecipeBuilder, key: str) -> None:
+    """Set `model.kernels` where `key` asks for liger-kernel."""
+    if builder.value(key):
+        builder.set("model.kernels", "liger", key)
+    else:
+        builder.convert("nothing: model.kernels=auto uses liger-kernel where it is installed and runs", key)
 
 
 class _Yaml(PlainLoader):

@@ -524,9 +524,12 @@ class TrlReward:
     the `info` of the last turn of each trajectory; those that it logs with `log_metric` are metrics of the trajectories.
     """
 
-    def __init__(self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, texts: bool = False
+    ) -> None:
         """`function` is a function or a reference to a function. If `arguments` are given, it is called with them and must
-        return the reward function.
+        return the reward function. With `texts`, prompts and completions are texts, as TRL gives them for data whose prompts are
+        texts: of the last message of the prompt, and of all that the model said.
 
         Raises ConfigError if the reward function cannot be called as TRL calls it, or needs the state of TRL's trainer.
         """
@@ -562,16 +565,32 @@ class TrlReward:
                 f"turnwise does not have: remove the parameter"
             )
         self._function = reward
+        self._texts = texts
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> _Rewards | Awaitable[_Rewards]:
         arguments = self._arguments(trajectories)
-        values = self._function(
-            **{name: value for name, value in arguments.items() if self._all_columns or name in self._names}
-        )
+        with self._hint_at_texts():
+            values = self._function(
+                **{name: value for name, value in arguments.items() if self._all_columns or name in self._names}
+            )
         return self._awaited(values) if inspect.isawaitable(values) else self._numbers(values)
 
     async def _awaited(self, values: Awaitable[Any]) -> _Rewards:
-        return self._numbers(await values)
+        with self._hint_at_texts():
+            values = await values
+        return self._numbers(values)
+
+    @contextlib.contextmanager
+    def _hint_at_texts(self) -> Iterator[None]:
+        """Errors of a type may come from a function that is written for texts."""
+        try:
+            yield
+        except (AttributeError, TypeError) as error:
+            if self._texts:
+                raise
+            hint = "prompts and completions are lists of messages. For a function of texts, set texts: true in its arguments"
+            error.args = (f"{error} ({hint})",)
+            raise
 
     def _numbers(self, values: Any) -> _Rewards:
         who = f"the reward function {self.__name__}"
@@ -590,7 +609,8 @@ class TrlReward:
             for trajectory in trajectories:
                 trajectory.metrics[name] = reward_number(value, f"log_metric({name!r})")
 
-        prompts, completions = zip(*(_parted(trajectory) for trajectory in trajectories), strict=True)
+        parted = _texts_of if self._texts else _parted
+        prompts, completions = zip(*(parted(trajectory) for trajectory in trajectories), strict=True)
         names = dict.fromkeys(
             name for trajectory in trajectories for name in trajectory.row.fields if name not in _NOT_COLUMNS
         )
@@ -648,6 +668,13 @@ def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
             if (turn := turns.get(id(message))) is not None:
                 copy["content"] = turn.text
     return [dict(message) for message in messages[:first]], completion
+
+
+def _texts_of(trajectory: Trajectory) -> tuple[str, str]:
+    """The text of the prompt's last message, and what the model said in all turns."""
+    prompt, _ = _parted(trajectory)
+    content = prompt[-1].get("content") if prompt else None
+    return content if isinstance(content, str) else "", "".join(turn.text for turn in trajectory.turns)
 
 
 def _completion_ids(trajectory: Trajectory) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.compat.conversion import ConversionReport, UnsupportedKey, convert_loggers
+from turnwise.compat.conversion import ConversionReport, UnsupportedKey, convert_kernels, convert_loggers
 from turnwise.compat.swift.convert_training import (
     convert_batches,
     convert_credit,
@@ -34,9 +34,10 @@ from turnwise.compat.swift.read_arguments import (
     SwiftRecipeBuilder,
     parse_argument,
 )
-from turnwise.compat.trl_script import TrainingScript, read_script
+from turnwise.compat.trl_script import TrainingScript, definitions, read_script
 from turnwise.config.recipe import called_here
-from turnwise.errors import ConfigError, nearest
+from turnwise.data.rows import records
+from turnwise.errors import ConfigError, DataError, nearest
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
 
 __all__ = ["from_trl_arguments"]
@@ -55,6 +56,8 @@ _ALIASES: Mapping[str, str] = {
     "lora_r": "lora_rank",
     "torch_dtype": "dtype",
     "evaluation_strategy": "eval_strategy",
+    "activation_checkpointing": "gradient_checkpointing",  # since transformers 5.24
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 """Names of TRL and of its earlier versions, and those of the functions that convert them. Reports have the user's names."""
 
@@ -244,6 +247,9 @@ class TrlArguments(SwiftArguments):
             (value,) = value
         if value is None:  # a JSON has names of earlier versions beside their new ones
             key = written
+        before = self.names.get(key, written)
+        if before != written and self.values[key] == value:  # or both
+            self.values[before], self.names[before] = None, before
         self.values[key], self.names[key] = value, written
 
 
@@ -348,6 +354,8 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
 
     def __init__(self, given: TrlArguments) -> None:
         super().__init__(given)
+        self.copied: list[str] = []
+        """The functions of the script that are to be copied into `_BESIDE`, in its folder."""
         values = given.values
         self.trainer: Trainer = given.trainer or (
             "gkd"
@@ -383,6 +391,10 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
         else:
             super().reject(key, reason, changes_training=changes_training, even_default=even_default)
 
+    def _files(self) -> dict[Path, str]:
+        text = definitions(self.given.path, self.copied) if self.copied else None
+        return {} if text is None else {self.given.path.parent / _BESIDE: text}
+
     def report(self) -> ConversionReport:
         """The report, with the names that the user wrote."""
         made = super().report()
@@ -401,6 +413,7 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
             converted=converted,
             unsupported=[*self.given.unread, *(one for one in named(made.unsupported) if one.key not in unread)],
             assumptions=named(made.assumptions),
+            files=self._files(),
         )
 
 
@@ -461,6 +474,7 @@ def _convert_options(builder: TrlRecipeBuilder) -> None:
             builder.reject(
                 key, f"{option} supports these: {', '.join(names)}", changes_training=True, even_default=True
             )
+    convert_kernels(builder, "use_liger_kernel")
     betas = ("adam_beta1", "adam_beta2")
     if not all(builder.is_default(key) for key in betas):
         builder.set("train.betas", [float(builder.values.get(key) or _UNCHANGED[key]) for key in betas], *betas)
@@ -761,10 +775,11 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
         builder.reject("reward_weights", reason, changes_training=True)
         weights = [1.0] * len(names)
     rewards: list[dict[str, Any]] = []
+    texts = {"texts": True} if _has_text_prompts(builder) else {}
     for name, weight in zip(names, weights, strict=True):
         arguments = _REWARDS.get(name.removeprefix("trl.rewards."))
         function = None if arguments else _of_script(builder, name, "reward_funcs") or _imported(builder, str(name))
-        arguments = arguments or (function and {"function": function})
+        arguments = arguments or (function and {"function": function} | texts)
         if arguments is None:
             reason = (
                 "it is a function of the script, not of `trl grpo`: add {use: turnwise.compat.trl:TrlReward, arguments: "
@@ -782,6 +797,18 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
     builder.convert("reward.batch", "reward_weights")
 
 
+def _has_text_prompts(builder: TrlRecipeBuilder) -> bool:
+    """Whether the data are a file whose first prompt is a text: then TRL gives reward functions texts. False for other data."""
+    source = str(builder.get("data.train"))
+    if not Path(source).is_file():
+        return False
+    try:
+        first = next(iter(records(source, split="train", subset=None)), None)
+    except DataError:  # the check of the recipe says what is wrong
+        return False
+    return first is not None and isinstance(first.record.get("prompt"), str)
+
+
 _BESIDE = "my_rewards.py"
 
 
@@ -793,11 +820,16 @@ def _of_script(builder: TrlRecipeBuilder, name: str, key: str) -> str | None:
         return None
     if not script.trains_when_imported:
         return f"{builder.given.path}:{name}"
-    reason = (
-        f"{builder.given.path} would train when it is imported: copy this function, with what it uses, into {_BESIDE}"
-    )
-    builder.assume(key, name, reason)
-    return f"{_BESIDE}:{name}"
+    beside = builder.given.path.parent / _BESIDE
+    would = f"{builder.given.path} would train when it is imported"
+    if beside.exists():
+        builder.assume(key, name, f"{would}: {beside} must have this function, and is left as it is")
+    elif definitions(builder.given.path, [name]) is None:
+        builder.assume(key, name, f"{would}: copy this function, with what it uses, into {beside}")
+    else:
+        builder.copied.append(name)
+        builder.assume(key, name, f"{would}: --out copies this function, with what it uses, into {beside}")
+    return f"{beside}:{name}"
 
 
 def _imported(builder: TrlRecipeBuilder, name: str) -> str | None:

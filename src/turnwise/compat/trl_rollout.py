@@ -294,7 +294,7 @@ def _sampling(overrides: Mapping[str, Any], context: RolloutContext) -> dict[str
             change["stop_token_ids"] = [int(token) for token in value]
         elif name in _FORCED and value not in (None, getattr(context.sampling, name, None)):
             forced[name] = value
-    return {"sampling": SamplingChange(**change, answers_cut=True), "forced": forced}
+    return {"sampling": SamplingChange(**change, answers_cut="max_tokens" in change), "forced": forced}
 
 
 class _Trainer:

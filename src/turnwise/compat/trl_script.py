@@ -5,7 +5,7 @@ Knows Python's syntax. Does not know what an argument becomes: `trl_convert.py` 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from turnwise.errors import ConfigError, text_of
 from turnwise.json_yaml import read_text
 
-__all__ = ["TrainingScript", "read_script"]
+__all__ = ["TrainingScript", "definitions", "read_script"]
 
 _TRAINERS: Mapping[str, str] = {
     "GRPOConfig": "grpo",
@@ -156,6 +156,42 @@ def _only_defines(node: ast.stmt) -> bool:
     if isinstance(node, ast.If):
         return "__name__" in {one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)}
     return not any(isinstance(one, ast.Call) for one in ast.walk(node))
+
+
+def definitions(path: Path, names: Collection[str]) -> str | None:
+    """The source of functions of a script, with the imports, definitions and assignments at its top that they use, in its order.
+    None if they use a trainer.
+
+    Raises ConfigError if the script cannot be read.
+    """
+    text = read_text(path, error=ConfigError)
+    body, chosen, wanted = ast.parse(text).body, set[int](), list(names)
+    while wanted:
+        name = wanted.pop()
+        for number, node in enumerate(body):
+            if number not in chosen and name in _bound(node):
+                chosen.add(number)
+                wanted += [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    if any(called.endswith("Trainer") for number in chosen for called, _ in _calls(ast.Module([body[number]], []))):
+        return None
+    future = {n for n, node in enumerate(body) if isinstance(node, ast.ImportFrom) and node.module == "__future__"}
+    lines, parts = text.splitlines(), list[str]()
+    for node in (body[number] for number in sorted(chosen | future)):
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+        separated = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        parts += [*(["", ""] if separated and parts else []), *lines[first - 1 : node.end_lineno]]
+    return "\n".join(parts) + "\n"
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a script defines, imports or assigns."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return []
+    return [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
 
 
 def _assignments(tree: ast.Module) -> dict[str, ast.expr]:

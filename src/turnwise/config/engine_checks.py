@@ -270,17 +270,28 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
         ),
         (
             several and optimizer.offload != "none" and fsdp.offload != "none",
-            "optimizer.offload=cpu has no effect with cluster.fsdp.offload=cpu, which has the optimizer's state in the CPU's "
-            "memory, too: remove one of them",
+            f"optimizer.offload={optimizer.offload} has no effect with cluster.fsdp.offload=cpu, which has the optimizer's state "
+            "in the CPU's memory, too: remove one of them",
         ),
-        (
-            several and cluster.mesh.tensor > 1 and config.model.lora.dora,
-            "model.lora.dora needs complete weight vectors, which cluster.mesh.tensor divides: remove one of them",
-        ),
+        *(_problems_of_divided_layers(config) if several and cluster.mesh.tensor > 1 else ()),
         (
             several and config.model.device not in ("auto", "cpu", "cuda"),
             f"model.device={config.model.device} cannot be used with several ranks, because each rank has a device of its own: "
             f"set auto, cuda or cpu",
+        ),
+    ]
+
+
+def _problems_of_divided_layers(config: Config) -> list[Problem]:
+    """What cannot be used with `cluster.mesh.tensor`."""
+    return [
+        (
+            config.model.lora.dora,
+            "model.lora.dora needs complete weight vectors, which cluster.mesh.tensor divides: remove one of them",
+        ),
+        (
+            config.model.kernels == "liger",
+            "model.kernels=liger needs complete layers, which cluster.mesh.tensor divides: set auto or none",
         ),
     ]
 

@@ -90,6 +90,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "model.gradient_checkpointing": (
         "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
     ),
+    "model.kernels": ("use_liger_kernel", "use_liger", "liger_kernel"),
     "model.router_replay": ("routing_replay", "rollout_routing_replay", "use_rollout_routing_replay"),
     "loss.router_aux_loss_coef": ("moe_aux_loss_coeff", "aux_loss_coef", "load_balancing_loss_coef"),
     "model.lora": ("lora", "peft_config", "peft"),
@@ -185,7 +186,9 @@ DIFFERENT: dict[str, tuple[str, ...]] = {
         "rollout_correction",
     ),
     "correction.decoupled is the opposite: write correction.decoupled=false for bypass_mode=true": ("bypass_mode",),
-    "write train.optimizer.offload=cpu": ("optimizer_offload", "offload_optimizer", "cpu_offload"),
+    "write train.optimizer.offload=sampling (while the engine samples) or cpu (always)": (
+        "optimizer_offload", "offload_optimizer", "cpu_offload",
+    ),
     "write both decay rates: train.betas=[<adam_beta1>,<adam_beta2>]": ("adam_beta1", "adam_beta2"),
     "losses are in loss.name, and how a loss is averaged is in loss.normalizer (docs/losses.md)": ("loss_type",),
     "train.max_staleness is a number of steps: write 1 to sample the next step during training": (
@@ -309,7 +312,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "all columns of a row are kept, for reward functions and environments: leave it out": ("remove_unused_columns",),
     "a run is uploaded after its end: `turnwise push RUN`": ("push_to_hub", "hub_model_id", "hub_strategy"),
     "turnwise has no such option: leave it out": (
-        "use_liger_kernel", "torch_compile", "attn_implementation", "dataloader_num_workers",
+        "torch_compile", "attn_implementation", "dataloader_num_workers",
     ),
     "the distribution that is sampled from must be the one that is trained, so sampling has no penalties: leave it out": (
         "repetition_penalty", "frequency_penalty", "presence_penalty",
@@ -370,6 +373,7 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Values of other libraries, and the options of turnwise with the same meaning."""
 
+_LIGER = {"true": "model.kernels=liger", "false": "model.kernels=none"}
 VALUES_THERE: dict[str, dict[str, str]] = {
     "loss_type": _LOSS_TYPES,
     "loss_agg_mode": {
@@ -394,6 +398,8 @@ VALUES_THERE: dict[str, dict[str, str]] = {
         "low_var_kl": "loss.kl_estimator=k3",
     },
     "lr_scheduler_type": {"constant_with_warmup": "train.lr_schedule=constant"},
+    "use_liger_kernel": _LIGER,
+    "use_liger": _LIGER,
     "scale_rewards": {"group": "credit.scale=std", "batch": "credit.scale=batch", "none": "credit.scale=none"},
 }
 """For options of other libraries: their values, and the options of turnwise with the same meaning."""
@@ -435,7 +441,8 @@ def called_here(name: str, *, value: object = None, section: str = "", options: 
     name = name.replace("-", "_").lower()
     if (new := RENAMED.get(f"{section}.{name}" if section else name)) is not None:
         return f"; it is called {new} here"
-    if isinstance(value, str) and (here := VALUES_THERE.get(name, {}).get(value)) is not None:
+    given = str(value).lower() if isinstance(value, bool) else value
+    if isinstance(given, str) and (here := VALUES_THERE.get(name, {}).get(given)) is not None:
         return f"; write {here}"
     if (hint := _HINTS.get(name)) is not None:
         return f"; {hint}"

@@ -38,6 +38,7 @@ RULES: Mapping[str, Rule] = {
     "model.autocast": "named",
     "model.device": "free",
     "model.gradient_checkpointing": "free",
+    "model.kernels": "named",
     "model.router_replay": "named",
     "model.chat_template_kwargs": "named",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),
@@ -192,6 +193,14 @@ def refuse_unknown_names(config: Config) -> None:
         raise ConfigError("resume_changes has no effect without resume=auto: remove it, or set resume=auto")
     for name in config.resume_changes:
         if name not in RULES:
+            inside = [
+                one for one, rule in RULES.items() if one.startswith(f"{name}.") and rule not in ("fixed", "free")
+            ]
+            if inside:
+                raise ConfigError(
+                    f"resume_changes: {name} is a section: name the options in it that differ, such as {', '.join(inside[:3])}. "
+                    f"Without resume_changes, the refusal says which these are"
+                )
             raise ConfigError(f"resume_changes: there is no option {name}{nearest(name, RULES)}")
         if RULES[name] == "fixed":
             raise ConfigError(f"resume_changes: {name} cannot change when a run is resumed; remove it")

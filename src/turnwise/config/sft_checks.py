@@ -59,6 +59,10 @@ def _sft_problems(config: Config) -> list[Problem]:
     evaluation = next((name for name in ("eval_every", "max_eval_rows") if name in of_sft), None)
     return [
         (
+            sft.optimizer.offload == "sampling",
+            "sft.optimizer.offload=sampling has no effect, because fine-tuning samples nothing: set cpu, or remove it",
+        ),
+        (
             sft.steps is not None and "epochs" in of_sft,
             f"sft.epochs={sft.epochs:g} has no effect beside sft.steps={sft.steps}: remove one of them",
         ),

@@ -14,7 +14,7 @@ from turnwise.config.policy_checks import refuse_unusable_policies, trained_poli
 from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError, counted
-from turnwise.models.device import known_dtype
+from turnwise.models.device import gpu_number, known_dtype
 from turnwise.options.algorithm import (
     OWN_CREDIT,
     AutoCredit,
@@ -94,7 +94,7 @@ def _group_problems(config: Config, section: CreditSection) -> list[tuple[bool, 
 def _need_problems(config: Config, section: CreditSection) -> list[tuple[bool, str]]:
     """What the estimator needs and the recipe does not have."""
     reward = config.reward
-    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
+    functions = reward.functions
     parts = len(functions) + environment_may_reward(config)
     return [
         (
@@ -267,7 +267,7 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
     health, train, reward = config.health, config.train, config.reward
     used = {*changed_options(health), *health.stop}
-    functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
+    functions = len(reward.functions)
     others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
     of_teacher = next((name for name in ("teacher_gap", "teacher_growth") if name in used), None)
     of_rewards = next((name for name in ("zero_std", "constant_reward", "reward_correlation") if name in used), None)
@@ -329,6 +329,7 @@ def refuse_without_effect(config: Config) -> None:
         *_evaluation_problems(config),
         *_other_command_problems(config),
         *run_problems(config),
+        *_turns_problems(config),
         *_deterministic_training_problems(config),
         *_rollout_server_problems(config),
         *health_problems(config),
@@ -533,7 +534,7 @@ def _loss_problems(config: Config) -> list[Problem]:
         (
             same_weights and correction.action is not None,
             f"correction.action={correction.action} has no effect: the engine samples with the trainer's own weights in the same "
-            f"precision, so all ratios are 1. Remove it, or set train.max_staleness",
+            f"precision, so all ratios are 1. Write correction.action=null, or set train.max_staleness",
         ),
         (
             same_weights and on_policy and correction.off_policy_sequence_mask_delta is not None,
@@ -721,13 +722,13 @@ def run_problems(config: Config) -> list[Problem]:
             f"(model.dtype=float32, or an adapter): remove it",
         ),
         (
-            optimizer.grad_accum_dtype is not None and config.cluster.distributed,
-            f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype}: ranks add up the gradients of micro-batches in the type "
-            f"of the weights: remove it, and set model.dtype=float32 and cluster.fsdp.param_dtype=bfloat16",
+            optimizer.grad_accum_dtype is not None and config.cluster.fsdp.reduce_dtype == "bfloat16",
+            f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype} has no effect with cluster.fsdp.reduce_dtype=bfloat16, "
+            f"to which the sums of ranks are rounded: remove one of them",
         ),
         (
-            optimizer.offload == "cpu" and (config.model.device == "cpu" or config.deterministic),
-            "optimizer.offload=cpu has no effect, because the model is on the CPU: remove it",
+            optimizer.offload != "none" and (config.model.device == "cpu" or config.deterministic),
+            f"optimizer.offload={optimizer.offload} has no effect, because the model is on the CPU: remove it",
         ),
         (
             optimizer.offload == "cpu" and optimizer.master_weights != "float32",
@@ -745,6 +746,38 @@ def run_problems(config: Config) -> list[Problem]:
             "resume=auto continues the earlier run and replace=true moves it away: remove one of them",
         ),
     ]
+
+
+def _turns_problems(config: Config) -> list[Problem]:
+    """optimizer.offload=sampling in a run whose engine does not take turns with the trainer on the same GPU."""
+    servers = config.engine.servers
+    here = "train.optimizer.offload=sampling needs an engine that samples on the GPU of the trainer, and not at the same time"
+    elsewhere = config.runs_conversations_elsewhere
+    devices = None if servers is None else servers.devices
+    trainer = gpu_number(config.model.device)
+    problems = [
+        (
+            config.train.max_staleness > 0,
+            f"{here}: with train.max_staleness={config.train.max_staleness}, conversations run while the model is trained. Use "
+            f"train.optimizer.offload=cpu, or remove train.max_staleness",
+        ),
+        (
+            config.cluster.distributed,
+            f"train.optimizer.offload=sampling cannot be used with several ranks (cluster.launcher={config.cluster.launcher}): "
+            f"use train.optimizer.offload=cpu, or remove the section cluster",
+        ),
+        (elsewhere is not None, f"{here}, and conversations run in other processes ({elsewhere}): remove it"),
+        (
+            servers is not None and not servers.sleep,
+            f"{here}: without engine.sleep, a server keeps its memory during training. Set engine.sleep=true, or remove it",
+        ),
+        (
+            devices is not None and trainer not in devices,
+            f"{here}, and engine.devices={devices} are others than GPU {trainer}: remove one of them",
+        ),
+    ]
+    chosen = config.train.optimizer.offload == "sampling"
+    return [(chosen and holds, message) for holds, message in problems]
 
 
 def _quantization_problems(config: Config) -> list[Problem]:
@@ -799,7 +832,7 @@ def refuse_without_reward(config: Config) -> None:
     if config.teacher.on and config.credit.name == "none":
         return  # a teacher alone is learnt from
     reward = config.reward
-    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
+    functions = reward.functions
     if any(function.weight for function in functions) or config.tools or config.mcp.servers is not None:
         return  # a tool may score a call
     if functions and config.environment.use in WITHOUT_REWARD:

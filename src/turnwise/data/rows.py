@@ -318,10 +318,10 @@ def read_rows(
     `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id; or a list of these,
     whose rows are concatenated, numbered from 1, and carry the name of their data set (`Row.source`). `columns` maps names of
     turnwise to names in the data: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
-    messages; `id` is optional. The columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the
-    messages. `system` is added to prompts without a system message. `empty:64` is a source of 64 rows without columns, and
-    `environment` is the rows of `provides`. A row may have no prompt if `writes_prompt` says that the environment writes it: its
-    messages are then one empty user message.
+    messages; `id` is optional, and so is `source`, the kind of a row of one data set. The columns `images` and `videos` replace
+    the placeholders `<image>` and `<video>` in the messages. `system` is added to prompts without a system message. `empty:64` is
+    a source of 64 rows without columns, and `environment` is the rows of `provides`. A row may have no prompt if `writes_prompt`
+    says that the environment writes it: its messages are then one empty user message.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
@@ -585,7 +585,8 @@ def _row(
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
-    return Row(id=name, messages=messages, fields=with_template_arguments(fields, place))
+    kind = str(fields["source"]) if "source" in mapping else ""
+    return Row(id=name, messages=messages, fields=with_template_arguments(fields, place), source=kind)
 
 
 def with_template_arguments(fields: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.recipe import conversations, own_estimator, own_loss, rewards, row_arguments
+from turnwise.doctor.recipe import conversations, own_estimator, own_loss, row_arguments, tools_and_rewards
 from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.local_paths import refuse_other_than_model
@@ -47,7 +47,7 @@ def examine(
     A TurnwiseError becomes a failed check and is not raised.
     """
     begins("template")
-    checks = list(_checks(path, config, weights, chat_template_kwargs, given, begins))
+    checks = list(_checks(path, config, weights, memory_gb, chat_template_kwargs, given, begins))
     if config is not None and config.engine.servers is not None and not fine_tunes(config):
         begins("engine")
         checks.append(_tried("engine", lambda: Check("engine", "ok", f"servers: {assembly.startable(config)}")))
@@ -61,6 +61,7 @@ def _checks(
     path: str,
     config: Config | None,
     weights: Weights,
+    memory_gb: float | None,
     arguments: Mapping[str, Any],
     given: str,
     begins: Callable[[str], None],
@@ -83,7 +84,7 @@ def _checks(
     begins("log-probs")
     model, reason = None, ""
     try:
-        model, reason = _model(path, config, weights)
+        model, reason = _model(path, config, weights, memory_gb)
     except TurnwiseError as error:
         yield wrong("log-probs", error)
     if model is not None:
@@ -130,7 +131,10 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None, begins: Ca
     if isinstance(config.loss, OwnLoss):
         yield _tried("loss", lambda: own_loss(config))
     begins("rewards")
-    yield _tried("rewards", lambda: rewards(config, rows, renderer, model))
+    try:
+        yield from tools_and_rewards(config, rows, renderer, model)
+    except TurnwiseError as error:
+        yield wrong("rewards", error)
 
 
 def _tried(name: str, check: Callable[[], Check]) -> Check:
@@ -163,8 +167,9 @@ def _renderer(path: str, config: Config | None, arguments: Mapping[str, Any] = {
     return assembly.renderer(config, path)
 
 
-def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | None, str]:
-    """The model with its weights and an empty text; or None and the reason why the model is not loaded.
+def _model(path: str, config: Config | None, weights: Weights, memory_gb: float | None) -> tuple[Any | None, str]:
+    """The model with its weights and an empty text; or None and the reason why the model is not loaded. `memory_gb` may be
+    that of a GPU that is not here.
 
     Raises TurnwiseError if it cannot be loaded.
     """
@@ -183,8 +188,12 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
             None,
             f"not checked: the weights have {size:.1f} GB, and above {most:.1f} GB they are loaded only with --weights always",
         )
+    from turnwise.doctor.memory import on_gpu
+    from turnwise.models.device import sees_gpu
     from turnwise.models.loading import ModelSource, load_model
 
+    if memory_gb is not None and config is not None and on_gpu(config) and not sees_gpu():
+        return None, f"not checked: model.device={config.model.device} is not here (--memory-gb says what it has)"
     if config is None:
         return load_model(ModelSource(path=path)), ""
     return load_model(assembly.model_source(config, path)), ""

@@ -8,17 +8,19 @@ model's configuration, no weights and no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
+    OF_ENGINE,
     SERVER_BYTES,
+    Prediction,
     Workload,
-    always_bytes,
     changed,
     empty_parameters,
+    held_bytes,
     kv_bytes_of_row,
     on_gpu,
     peak_check,
@@ -29,12 +31,13 @@ from turnwise.doctor.memory import (
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
+from turnwise.models.model_config import context_length
 from turnwise.options.engines import LimitsSection
 from turnwise.options.schema import Config
 
 USABLE = 0.92
 """The share of the free memory that is planned with: torch's allocator keeps blocks that fit nothing else."""
-_MOST_TOKENS = 16384
+MOST_TOKENS = 16384
 """Tokens of a micro-batch above which a GPU gains nothing."""
 _STEP_TOKENS = 256
 """A micro-batch has a multiple of so many tokens."""
@@ -53,17 +56,51 @@ def fitted(config: Config, model_config: Any, workload: Workload, *, section: st
     """
     if not on_gpu(config) or config.cluster.distributed:
         return config
+    return completed(
+        config, workload, section=section, gib=gib, needs=_of_process(config, model_config, workload, section, gib)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a recipe needs of a GPU, in bytes, without what the engine has for sampling."""
+
+    update: Callable[[Config], float]
+    """During an update, with the recipe's `micro_batch_tokens`."""
+    sampling: Callable[[Config], float] | None
+    """While conversations are sampled; None if the cache stays during updates, so that it has what they leave."""
+    most_tokens: int = MOST_TOKENS
+    """Tokens of a micro-batch above which nothing is gained."""
+
+
+def _of_process(config: Config, model_config: Any, workload: Workload, section: str, gib: float) -> MemoryNeeds:
+    """The needs of a process that trains alone, which frees a large cache before an update unless conversations run meanwhile."""
+
+    def update(config: Config) -> float:
+        return without_cache(predict(config, model_config, workload, section=section, on_update=True, card_gib=gib))
+
+    def sampling(config: Config) -> float:
+        return held_bytes(config, model_config, section, "sampling")
+
+    return MemoryNeeds(update, None if config.train.max_staleness > 0 else sampling)
+
+
+def without_cache(prediction: Prediction) -> float:
+    """The bytes of all uses of memory but those that the engine has for sampling."""
+    return sum(part.bytes for part in prediction.parts if part.name not in OF_ENGINE)
+
+
+def completed(config: Config, workload: Workload, *, section: str, gib: float, needs: MemoryNeeds) -> Config:
+    """`fitted`, for what the recipe needs of a GPU with so much memory, whichever processes train."""
     limit = USABLE * gib * 2**30
     embedded = config.engine.embedded if section == "train" and not config.runs_conversations_elsewhere else None
-    open_cache = embedded is not None and embedded.memory_gb is None
-    tokens, update = _micro_batch(config, model_config, workload, section, gib)
+    tokens, update = _micro_batch(config, workload, section, gib, needs)
     if tokens is None or update > limit:
         return config
     if getattr(config, section).micro_batch_tokens is None:
         config = changed(config, [section, "micro_batch_tokens"], tokens)
-    if open_cache:
-        # while conversations run during the update, the cache has what the update leaves
-        used = update if config.train.max_staleness > 0 else always_bytes(config, model_config, section)
+    if embedded is not None and embedded.memory_gb is None:
+        used = update if needs.sampling is None else needs.sampling(config)
         left = (limit - used) / 2**30
         if left >= _CACHE_STEP:
             config = changed(config, ["engine", "memory_gb"], cache_step(left))
@@ -76,26 +113,26 @@ def cache_step(gib: float) -> float:
 
 
 def _micro_batch(
-    config: Config, model_config: Any, workload: Workload, section: str, gib: float
+    config: Config, workload: Workload, section: str, gib: float, needs: MemoryNeeds
 ) -> tuple[int | None, float]:
     """The most tokens of a micro-batch on a GPU with so much memory, and the bytes of the update with them; the recipe's number,
     if it has one. None if not even one conversation fits."""
     given = getattr(config, section).micro_batch_tokens
     if given is not None:
-        return given, _update_bytes(config, model_config, workload, section, given, gib)
+        return given, needs.update(config)
     longest = max(workload.tokens, _LEAST_TOKENS)
 
     def needed(tokens: int) -> float:
-        return _update_bytes(config, model_config, workload, section, tokens, gib)
+        return needs.update(changed(config, [section, "micro_batch_tokens"], tokens))
 
     def rounded(tokens: float) -> int:
-        return max(int(min(tokens, _MOST_TOKENS)) // _STEP_TOKENS * _STEP_TOKENS, longest)
+        return max(int(min(tokens, needs.most_tokens)) // _STEP_TOKENS * _STEP_TOKENS, longest)
 
     one, two = needed(longest), needed(2 * longest)
     limit = USABLE * gib * 2**30
     if limit < one:
         return None, one
-    if config.engine.embedded is not None and config.train.max_staleness > 0:
+    if config.engine.embedded is not None and needs.sampling is None:
         limit = (one + limit) / 2  # the other half is for the cache
     tokens = rounded(longest + (limit - one) / max((two - one) / longest, 1.0))
     update = needed(tokens)
@@ -105,16 +142,6 @@ def _micro_batch(
         tokens = rounded(2 * longest + (limit - two) / each)
         update = needed(tokens)
     return tokens, update
-
-
-def _update_bytes(
-    config: Config, model_config: Any, workload: Workload, section: str, tokens: int, gib: float
-) -> float:
-    """The most bytes during an update, without the cache of the engine."""
-    config = changed(config, [section, "micro_batch_tokens"], tokens)
-    without = {"copied weights of the engine", "KV cache"}
-    found = predict(config, model_config, workload, section=section, on_update=True, card_gib=gib)
-    return sum(part.bytes for part in found.parts if part.name not in without)
 
 
 def fitted_to_card(
@@ -132,19 +159,26 @@ def fitted_to_card(
             known = fitted(config, model_config, workload, section=section, gib=card.free / 2**30)
     except Failed as failed:
         return config, [f"no micro-batch and no cache were computed for {card}: {failed.failure.message}"]
+    return known, computed_notes(config, known, section, str(card))
+
+
+def computed_notes(config: Config, known: Config, section: str, cards: str) -> list[str]:
+    """The numbers that `known` has in place of those that the recipe leaves open, and for which GPUs."""
     if known is config:
-        return config, []
+        return []
     numbers = [f"{section}.micro_batch_tokens={getattr(known, section).micro_batch_tokens}"]
-    if section == "train" and known.engine.embedded is not None:
-        numbers.append(f"engine.memory_gb={known.engine.embedded.memory_gb}")
-    return known, [f"computed for {card}, where the recipe has no number: {', '.join(numbers)}"]
+    cache = known.engine.embedded.memory_gb if section == "train" and known.engine.embedded is not None else None
+    if cache is not None and not known.runs_conversations_elsewhere:
+        numbers.append(f"engine.memory_gb={cache}")
+    return [f"computed for {cards}, where the recipe has no number: {', '.join(numbers)}"]
 
 
 def least_gib(config: Config, model_config: Any, workload: Workload) -> float:
-    """The memory that the way which needs the least needs all the time, and for the cache of one conversation."""
+    """The memory that the way which needs the least needs in a step, or for sampling with the cache of one conversation."""
     least = with_way(config, WAYS[-1])
-    needed = always_bytes(least, model_config, "train") + kv_bytes_of_row(least, model_config, workload.tokens)
-    return needed / 2**30 / USABLE
+    row = kv_bytes_of_row(least, model_config, workload.tokens)
+    sampling = held_bytes(least, model_config, "train", "sampling") + row
+    return max(held_bytes(least, model_config, "train"), sampling) / 2**30 / USABLE
 
 
 # a recipe for a model and a card
@@ -160,18 +194,38 @@ class Way:
 
 
 _RANK = 32
+_AWAY = {"train.optimizer.offload": "sampling"}
+_RECOMPUTED = {"model.gradient_checkpointing": True}
+_KAHAN = {**_RECOMPUTED, "train.optimizer.master_weights": "kahan"}
 WAYS = (
     Way("all weights", {}, "all weights are trained: weights, gradients and AdamW's state fit"),
     Way(
+        "all weights, state away",
+        _AWAY,
+        "all weights are trained; AdamW's state is in the machine's memory but for a step, because it does not fit beside "
+        "activations and KV cache",
+    ),
+    Way(
         "all weights, checkpointing",
-        {"model.gradient_checkpointing": True},
-        "all weights are trained; activations are computed again in the backward pass, because they do not fit beside AdamW's "
-        "state",
+        _RECOMPUTED,
+        "all weights are trained; activations are computed again in the backward pass, because they do not fit",
+    ),
+    Way(
+        "all weights, checkpointing, state away",
+        {**_RECOMPUTED, **_AWAY},
+        "all weights are trained; activations are computed again in the backward pass, and AdamW's state is in the machine's "
+        "memory but for a step, because neither fits",
     ),
     Way(
         "all weights, Kahan",
-        {"model.gradient_checkpointing": True, "train.optimizer.master_weights": "kahan"},
+        _KAHAN,
         "all weights are trained; their rounding errors are kept in bfloat16 (Kahan), because float32 copies do not fit",
+    ),
+    Way(
+        "all weights, Kahan, state away",
+        {**_KAHAN, **_AWAY},
+        "all weights are trained; their rounding errors are kept in bfloat16 (Kahan), and AdamW's state is in the machine's "
+        "memory but for a step, because float32 copies do not fit",
     ),
     Way(
         "LoRA",
@@ -194,8 +248,9 @@ WAYS = (
         "an adapter is trained on weights in 4 bits: those in bfloat16 do not fit",
     ),
 )
-"""Ways to train a model, in the order of preference. Larger updates are learnt with more trained weights; each further way needs
-less memory, and is slower or learns with less."""
+"""Ways to train a model, in the order of preference. Larger updates are learnt with more trained weights; each further way is
+slower or learns with less. Copying AdamW's state twice in a step takes less time than computing activations again; it fits into
+the memory of the machine if that has as much as the GPU."""
 OFFLOADED = Way(
     "all weights, AdamW's state on the CPU",
     {"model.gradient_checkpointing": True, "train.optimizer.offload": "cpu"},
@@ -224,14 +279,25 @@ class Plan:
     negative if the server does not fit."""
 
 
+Begin = Callable[[str], None]
+"""Shows what is tried now: models with many kinds of layers take minutes."""
+
+
 def choose(
-    config: Config, model_config: Any, workload: Workload, *, gib: float, ways: Sequence[Way] = WAYS
+    config: Config,
+    model_config: Any,
+    workload: Workload,
+    *,
+    gib: float,
+    ways: Sequence[Way] = WAYS,
+    begin: Begin = lambda text: None,
 ) -> Plan | None:
     """The first of the ways to train the recipe's model that fits into so much memory; None if none does.
 
     The recipe's own options of the ways are replaced, and those that it leaves open are computed.
     """
     for way in ways:
+        begin(f"trying {way.name}, with conversations of {workload.tokens:,} tokens")
         if (plan := tried(way, config, model_config, workload, gib=gib)) is not None:
             return plan
     return None
@@ -265,10 +331,10 @@ def value_of(part: Any, names: Sequence[str]) -> Any:
 
 def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib: float) -> Plan | None:
     limit = USABLE * gib * 2**30
-    always = always_bytes(config, model_config, "train")
+    sampling = held_bytes(config, model_config, "train", "sampling")
     row = kv_bytes_of_row(config, model_config, workload.tokens)
     least = min(LEAST_ROWS, workload.conversations) * row
-    if always + least > limit:  # known without a pass
+    if max(held_bytes(config, model_config, "train"), sampling + least) > limit:  # known without a pass
         return None
     known = fitted(config, model_config, workload, section="train", gib=gib)
     if known.train.micro_batch_tokens is None:
@@ -277,7 +343,7 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
     if embedded is None or embedded.memory_gb is None or embedded.memory_gb * 2**30 < least:
         return None
     cache = embedded.memory_gb * 2**30
-    update = _update_bytes(known, model_config, workload, "train", known.train.micro_batch_tokens, gib)
+    update = _of_process(known, model_config, workload, "train", gib).update(known)
     count, size = empty_parameters(config, model_config)
     return Plan(
         way=way,
@@ -285,7 +351,7 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
         gib=update / 2**30,
         parameters=count,
         rows=max(1, int(cache / row)) if row else workload.conversations,
-        beside=(limit - always - size - SERVER_BYTES) / 2**30,
+        beside=(limit - sampling - size - SERVER_BYTES) / 2**30,
     )
 
 
@@ -316,27 +382,31 @@ class Starter:
     plan: Plan | None
     """None: nothing fits."""
     context: int
-    """The longest of `CONTEXTS` with which the plan fits."""
+    """The longest of `CONTEXTS` with which the plan fits, or the model's longest context."""
     least: float
     """The memory, in GiB, below which nothing fits."""
 
 
-def starter(path: str, model_config: Any, gib: float, *, ways: Sequence[Way] = WAYS) -> Starter:
+def starter(
+    path: str, model_config: Any, gib: float, *, ways: Sequence[Way] = WAYS, begin: Begin = lambda text: None
+) -> Starter:
     """The way to train that `turnwise init --gpu` writes. `path` is the model, `gib` the memory of the GPU."""
     base = Config.model_validate({"model": {"path": path, "device": "cuda"}, "data": {"train": "train.jsonl"}})
-    works = [Workload(conversations=_BATCH * _GROUP, tokens=context) for context in CONTEXTS]
+    longest = context_length(model_config.to_dict()) or CONTEXTS[0]
+    contexts = sorted({min(longest, context) for context in CONTEXTS}, reverse=True)
+    works = [Workload(conversations=_BATCH * _GROUP, tokens=context) for context in contexts]
     least = least_gib(base, model_config, works[-1])
     for workload in works if least <= gib else ():
-        if (plan := choose(base, model_config, workload, gib=gib, ways=ways)) is not None:
+        if (plan := choose(base, model_config, workload, gib=gib, ways=ways, begin=begin)) is not None:
             return Starter(plan, workload.tokens, least)
-    return Starter(None, CONTEXTS[-1], least)
+    return Starter(None, contexts[-1], least)
 
 
-def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str]]:
+def starter_plan(path: str, gib: float | None, begin: Begin = lambda text: None) -> tuple[dict[str, str], list[str]]:
     """For `turnwise init --gpu`: the lines of the starter's recipe that are others, and lines to print.
 
-    `gib` is the memory of the GPU; None: what is free on that of this machine. Raises ConfigError if the model's configuration
-    cannot be read, if there is no GPU to ask, or if nothing fits.
+    `gib` is the memory of the GPU; None: what is free on that of this machine. `begin` shows what is tried. Raises ConfigError if
+    the model's configuration cannot be read, if there is no GPU to ask, or if nothing fits.
     """
     if gib is not None:
         card = f"a GPU with {gib:g} GiB"
@@ -352,8 +422,9 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
             model_config = read_model_config(path)
     except Failed as failed:
         raise ConfigError(f"--model {path}: {unreadable('model configuration', path, failed)}") from failed
-    found = starter(path, model_config, gib)
+    found = starter(path, model_config, gib, begin=begin)
     if (plan := found.plan) is not None:
+        begin(f"computing the memory of a step with {plan.way.name}")
         lines = [f"{path} on {card}: {plan.way.name}, {starter_check(plan, found.context, model_config, gib).text}\n"]
         return starter_lines(plan, found.context, gib), lines
     raise ConfigError(
@@ -391,12 +462,18 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
         model.append("  gradient_checkpointing: true # a third more time for a step")
     rate = learning_rate(plan.parameters, adapter=lora)
     train = [
-        f"  lr: {_number(rate)} # for {plan.parameters / 1e9:.1f} billion parameters"
+        f"  lr: {_number(rate)} # for {_many(plan.parameters)} parameters"
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
         f"  micro_batch_tokens: {known.train.micro_batch_tokens} # {_why_so_many(known.train.micro_batch_tokens, gib)}",
     ]
-    if "train.optimizer.master_weights" in options:
-        train.append("  optimizer: {master_weights: kahan} # 2 bytes for each parameter instead of 4")
+    if optimizer := {name.rpartition(".")[2]: value for name, value in options.items() if "optimizer" in name}:
+        why = ["kahan: 2 bytes for each parameter instead of 4"] if "master_weights" in optimizer else []
+        if "offload" in optimizer:
+            bytes_each = 8 + (2 if why else 4)
+            gigabytes = bytes_each * plan.parameters / 2**30
+            why.append(f"sampling: {gigabytes:.1f} GiB or more of the machine's memory, in two copies for each step")
+        chosen = ", ".join(f"{name}: {value}" for name, value in optimizer.items())
+        train.append(f"  optimizer: {{{chosen}}} # {'; '.join(why)}")
     engine = [
         "correction: {action: truncate} # in bfloat16, trainer and engine round differently (docs/losses.md)",
         f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GiB of KV cache, for {plan.rows} conversations of {context} "
@@ -411,9 +488,13 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
     }
 
 
+def _many(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.1f} million"
+
+
 def _why_so_many(tokens: int | None, gib: float) -> str:
     """The reason for the size of a micro-batch."""
-    if tokens == _MOST_TOKENS:
+    if tokens == MOST_TOKENS:
         return "more would not be faster"
     return f"the most with which an update fits into {USABLE:.0%} of {gib:.3g} GiB"
 

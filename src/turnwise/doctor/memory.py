@@ -11,10 +11,11 @@ import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from turnwise.engines.local.fused import fused_packed_bytes, unsupported_reason
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
-from turnwise.models import cpu
+from turnwise.models import cpu, kernels
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
@@ -177,8 +178,8 @@ class _Facts:
     """Bytes of the bfloat16 copies that autocast makes of the weights."""
     packed: int
     """Bytes of the copies of weights in oneDNN's layout."""
-    layers: int
-    """The number of layers if all of them are the same, else 0."""
+    kinds: tuple[Hashable, ...]
+    """The kind of each layer; empty if the layers cannot be told apart."""
     first_unlike: bool
     """Whether the first layer keeps less for its backward pass than the others: its input has no gradient if the embedding is not
     trained."""
@@ -200,7 +201,7 @@ def _facts_of(source: ModelSource, model_config: Any) -> _Facts:
             dequantized=dequantized,
             parameters=model.num_parameters(),
             autocast_copies=2 * sum(weight.numel() for weight in _copied_weights(model)),
-            layers=_layers_alike(model, model_config),
+            kinds=_kinds_of_layers(model, model_config),
             first_unlike=not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()),
             server_weights=_server_weights(model, _full_bytes(model) - saved),
             packed=_packed_bytes(model),
@@ -221,19 +222,9 @@ def _packed_bytes(model: Any) -> int:
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     facts = _facts_of(options.source, model_config)
     large = facts.parameters > LARGE_MODEL and not options.on_ranks
-    # of a model whose layers are all alike, two depths tell how many bytes each further layer adds
-    depths = (2, 3) if facts.first_unlike else (1, 2)
-    shallow = [
-        empty_model(options.source, _with_layers(model_config, depth)) for depth in depths if facts.layers > depth
-    ]
-    # on a CPU, large models have other layers
-    sizes = {facts.parameters > LARGE_MODEL, *(one.num_parameters() > LARGE_MODEL for one in shallow)}
-    if len(shallow) == len(depths) and len(sizes) == 1:
-        (few, peak_few), (more, peak_more) = (_traced_bytes(one, options, large=large) for one in shallow)
-        further = facts.layers - depths[0]
-        activations, peak = few + further * (more - few), peak_few + further * (peak_more - peak_few)
-    else:
-        activations, peak = _traced_bytes(empty_model(options.source, model_config), options, large=large)
+    activations, peak = _by_kinds(facts, options, model_config, large=large) or _traced_bytes(
+        empty_model(options.source, model_config), options, large=large
+    )
     return replace(
         facts.without_pass,
         copied=facts.autocast_copies if options.mixed else facts.packed,
@@ -243,26 +234,61 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     )
 
 
-def _layers_alike(model: Any, model_config: Any) -> int:
-    """The number of the model's layers if all of them are the same, else 0."""
+def _by_kinds(facts: _Facts, options: PassOptions, model_config: Any, *, large: bool) -> tuple[int, int] | None:
+    """What `_traced_bytes` gives, by models of one layer of each kind: how many bytes a second layer of a kind adds is what each
+    further one adds. None for a model whose layers depend on their number.
+
+    The layers of each kind that are last come last, where a pass needs the most memory. The first layer is there too if it keeps
+    less than others.
+    """
+    kinds, first = facts.kinds, [0] if facts.first_unlike else []
+    base = [*first, *sorted({kind: number for number, kind in enumerate(kinds) if number not in first}.values())]
+    further = Counter(kinds)
+    further.subtract(kinds[number] for number in base)
+    added = {kind: [*first, kinds.index(kind), *base[len(first) :]] for kind, count in further.items() if count}
+    if not base or len(base) + 1 >= len(kinds):
+        return None
+    models = [_of_layers(options.source, model_config, kinds, numbers) for numbers in (base, *added.values())]
+    found = [model for model in models if model is not None]
+    # on a CPU, large models have other layers
+    sizes = {facts.parameters > LARGE_MODEL, *(one.num_parameters() > LARGE_MODEL for one in found)}
+    if len(found) < len(models) or len(sizes) > 1:
+        return None
+    of_base, *of_more = (np.array(_traced_bytes(model, options, large=large)) for model in found)
+    each = (further[kind] * (more - of_base) for kind, more in zip(added, of_more, strict=True))
+    activations, peak = sum(each, of_base).tolist()
+    return activations, peak
+
+
+def _kinds_of_layers(model: Any, model_config: Any) -> tuple[Hashable, ...]:
+    """The kind of each layer: the shapes of its parameters, and what the configuration says of it. Empty if layers use what
+    others have computed."""
     text = model_config.get_text_config()
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    shapes = {tuple((name, tuple(value.shape)) for name, value in layer.named_parameters()) for layer in layers}
-    lists = [values for values in text.to_dict().values() if isinstance(values, list) and len(values) == len(layers)]
-    known = len(layers) == getattr(text, "num_hidden_layers", None) and not hasattr(model_config, "vision_config")
-    alike = len(shapes) == 1 and all(value == values[0] for values in lists for value in values)
-    return len(layers) if known and alike else 0
+    layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    if len(layers) != getattr(text, "num_hidden_layers", None) or getattr(text, "num_kv_shared_layers", 0):
+        return ()
+    shapes = [tuple((name, tuple(value.shape)) for name, value in layer.named_parameters()) for layer in layers]
+    lists = _of_each_layer(text, len(layers)).values()
+    return tuple(zip(shapes, *([repr(value) for value in values] for values in lists), strict=True))
 
 
-def _with_layers(model_config: Any, layers: int) -> Any:
-    """The configuration of the same model with fewer layers."""
+def _of_each_layer(text: Any, layers: int) -> dict[str, list[Any]]:
+    """The options of a configuration that have a value for each layer."""
+    return {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers}
+
+
+def _of_layers(source: ModelSource, model_config: Any, kinds: Sequence[Hashable], numbers: Sequence[int]) -> Any | None:
+    """The model with these of its layers; None if that would be other layers, because their kind depends on their number."""
     changed = copy.deepcopy(model_config)
     text = changed.get_text_config()
-    before, text.num_hidden_layers = text.num_hidden_layers, layers
-    for name, values in text.to_dict().items():
-        if isinstance(values, list) and len(values) == before:
-            setattr(text, name, values[:layers])
-    return changed
+    before, text.num_hidden_layers = text.num_hidden_layers, len(numbers)
+    for name, values in _of_each_layer(text, before).items():
+        setattr(text, name, [values[number] for number in numbers])
+    try:
+        model = empty_model(source, changed)
+    except (ValueError, IndexError):  # the configuration wants another number of layers
+        return None
+    return model if _kinds_of_layers(model, changed) == tuple(kinds[number] for number in numbers) else None
 
 
 def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int, int]:
@@ -280,6 +306,8 @@ def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int
             _replace(module, name, tensor, shared)
         if not options.on_gpu:
             with_fast_layers(model)
+        elif kernels.expects_kernels(options.source.kernels):
+            kernels.replace_layers(model, kernels.of_trace())
         fake.allow_non_fake_inputs = True
         live, activations = _LiveBytes(model.parameters()), 0
         with live:
@@ -382,9 +410,13 @@ def _without_pass_of(model: Any, source: ModelSource, saved: float | None = None
     )
 
 
-def always_bytes(config: Config, model_config: Any, section: str) -> float:
-    """The bytes that stay in memory from the start of a run to its end, which are known without a pass."""
-    return sum(part.bytes for part in _always(config, _without_pass(config, model_config), section))
+Part = Literal["sampling", "passes", "step"]
+"""A part of a training step: conversations, then passes of the update, and its optimizer step."""
+
+
+def held_bytes(config: Config, model_config: Any, section: str, during: Part = "step") -> float:
+    """The bytes in memory during the whole of a part of a step, which are known without a pass: the most in an optimizer step."""
+    return sum(part.bytes for part in _held(config, _without_pass(config, model_config), section, during))
 
 
 def _without_pass(config: Config, model_config: Any) -> TracedPass:
@@ -571,6 +603,10 @@ _MEASURED_ROWS = 1000
 """The most rows whose prompts are measured."""
 
 
+OF_ENGINE = ("KV cache", "copied weights of the engine")
+"""The names of the parts that the embedded engine has for sampling."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
     """One use of memory."""
@@ -628,23 +664,13 @@ def phases(
 ) -> tuple[Prediction, Prediction]:
     """The memory of an update, and that while conversations are sampled: see `predict`."""
     options: OptimizationSection = config.sft if section == "sft" else config.train
-    optimizer = options.optimizer
-    model_source = assembly.model_source(config)
-    mixed = config.model.autocast
-    of_pass = PassOptions(
-        source=model_source,
-        workload=workload,
-        micro_batch_tokens=options.micro_batch_tokens,
-        mixed=mixed,
-        on_gpu=on_gpu(config),
-        on_ranks=on_ranks,
-        logits_bytes=LOGITS_BYTES if on_ranks else _logits_bytes(config, card_gib),
-    )
-    trace = traced_pass(of_pass, model_config)
+    optimizer, mixed = options.optimizer, config.model.autocast
+    trace = _pass_of(config, options, model_config, workload, on_ranks=on_ranks, card_gib=card_gib)
     step = _step_bytes(trace, optimizer)
     # the largest gradient is converted before it is added to a sum of another type
     converted = 4 * trace.largest if _gradient_bytes(trace, optimizer) > trace.trained else 0
-    passes = max(trace.peak + converted, trace.trained + step)
+    apart = section == "train" and _steps_alone(config)
+    passes = trace.peak + converted if apart else max(trace.peak + converted, trace.trained + step)
     embedded = section == "train" and config.engine.embedded is not None
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
@@ -661,18 +687,50 @@ def phases(
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
         *during,
     ]
+    of_step = [MemoryPart("temporary tensors of the optimizer", step), *during] if apart else []
     sampling = [copies, keys_values]
     beside = (assembly.servers_beside_trainer(config) or 0) if section == "train" and on_gpu(config) else 0
     if beside and config.engine.servers is not None:
         parts = server_parts(config, model_config, machine_gib(config) if card_gib is None else card_gib)
         server = [replace(part, bytes=beside * part.bytes) for part in parts]
         sampling += server
-        update += [MemoryPart("the sleeping server", beside * ASLEEP_BYTES)] if config.engine.servers.sleep else server
-    always = _always(config, trace, section)
-    of_update, of_sampling = (
-        Prediction([part for part in (*always, *phase) if part.bytes]) for phase in (update, sampling)
+        meanwhile = (
+            [MemoryPart("the sleeping server", beside * ASLEEP_BYTES)] if config.engine.servers.sleep else server
+        )
+        update, of_step = [*update, *meanwhile], [*of_step, *meanwhile]
+
+    def prediction(during: Part, parts: Sequence[MemoryPart]) -> Prediction:
+        return Prediction([part for part in (*_held(config, trace, section, during), *parts) if part.bytes])
+
+    of_update = prediction("passes", update)
+    if apart:
+        of_update = max(of_update, prediction("step", of_step), key=lambda phase: phase.gib)
+    return of_update, prediction("sampling", sampling)
+
+
+def _pass_of(
+    config: Config,
+    options: OptimizationSection,
+    model_config: Any,
+    workload: Workload,
+    *,
+    on_ranks: bool,
+    card_gib: float | None,
+) -> TracedPass:
+    """A pass of an update of the recipe, whose optimizer has the `options`."""
+    model_source = assembly.model_source(config)
+    if config.cluster.distributed and config.cluster.mesh.tensor > 1:
+        model_source = model_source.model_copy(update={"kernels": "none"})
+    of_pass = PassOptions(
+        source=model_source,
+        workload=workload,
+        micro_batch_tokens=options.micro_batch_tokens,
+        mixed=config.model.autocast,
+        on_gpu=on_gpu(config),
+        on_ranks=on_ranks,
+        logits_bytes=LOGITS_BYTES if on_ranks else _logits_bytes(config, card_gib),
     )
-    return of_update, of_sampling
+    return traced_pass(of_pass, model_config)
 
 
 def _logits_bytes(config: Config, card_gib: float | None) -> int:
@@ -683,10 +741,21 @@ def _logits_bytes(config: Config, card_gib: float | None) -> int:
     return logits_bytes(None if card_gib == float("inf") else int(card_gib * 2**30))
 
 
-def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]:
-    """What stays in memory from the start of a run to its end."""
+def _steps_alone(config: Config) -> bool:
+    """Whether what only optimizer steps need comes to the GPU after all passes of an update: for its only step."""
+    several = needs_critic(config) or config.trained_policies or config.train.minibatches * config.train.ppo_epochs > 1
+    return config.train.optimizer.offload == "sampling" and not several
+
+
+def _held(config: Config, trace: TracedPass, section: str, during: Part) -> list[MemoryPart]:
+    """What is in memory during the whole of a part of a training step."""
     optimizer = config.sft.optimizer if section == "sft" else config.train.optimizer
-    on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
+    in_turns = section == "train" and optimizer.offload == "sampling"
+    away = in_turns and (during == "sampling" or (during == "passes" and _steps_alone(config)))
+    here = 0.0 if away or optimizer.offload == "cpu" else 1.0
+    # a step takes the gradients of weights with master weights, and an engine that takes turns with the trainer gets all
+    sleeps = section == "train" and config.engine.servers is not None and config.engine.servers.sleep
+    gradients = 0.0 if during == "sampling" and (in_turns or sleeps or trace.lower_precision) else 1.0
     lora = assembly.model_source(config).lora.rank is not None
     references = section == "train" and needs_reference(config)
     adapter_off = lora and config.reference.path is None and config.reference.source != "copy"
@@ -698,10 +767,10 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("teachers", _loaded_bytes(assembly.teacher_sources(config), trace) if section == "train" else 0),
         MemoryPart("policies of agents", _policy_bytes(config, trace) if section == "train" else 0),
-        MemoryPart("further adapters", _adapter_bytes(config, trace, on_cpu) if section == "train" else 0),
-        MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
-        MemoryPart("gradients", _gradient_bytes(trace, optimizer)),
-        MemoryPart("optimizer", on_cpu * optimizer_bytes),
+        MemoryPart("further adapters", _adapter_bytes(config, trace, here) if section == "train" else 0),
+        MemoryPart("critic", _critic_bytes(config, trace, optimizer, here) if section == "train" else 0),
+        MemoryPart("gradients", gradients * _gradient_bytes(trace, optimizer)),
+        MemoryPart("optimizer", here * optimizer_bytes),
         MemoryPart("program", PROGRAM_BYTES + (_PEFT if lora else 0)),
     ]
 
@@ -721,8 +790,9 @@ def _policy_bytes(config: Config, trace: TracedPass) -> float:
     return _loaded_bytes(sources, trace) + caches + (copied if config.model.autocast or not on_gpu(config) else 0)
 
 
-def _adapter_bytes(config: Config, trace: TracedPass, on_cpu: float) -> float:
-    """Weights, gradients and optimizer of the adapters of further trained policies, which are on the policy's base weights."""
+def _adapter_bytes(config: Config, trace: TracedPass, here: float) -> float:
+    """Weights, gradients and optimizer of the adapters of further trained policies, which are on the policy's base weights.
+    `here`: the share of the optimizer that is on the device."""
     total = 0.0
     for policy in config.trained_policies:
         of_adapter = trace
@@ -734,7 +804,7 @@ def _adapter_bytes(config: Config, trace: TracedPass, on_cpu: float) -> float:
             except Failed:
                 of_adapter = trace
         # its weights and its gradients have the same size
-        total += 2 * of_adapter.trained + on_cpu * _optimizer_bytes(of_adapter, config.train.optimizer)
+        total += 2 * of_adapter.trained + here * _optimizer_bytes(of_adapter, config.train.optimizer)
     return total
 
 
@@ -754,8 +824,9 @@ def _loaded_bytes(sources: Mapping[str, ModelSource | None], trace: TracedPass) 
     return total
 
 
-def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection, on_cpu: float) -> float:
-    """Weights, gradients and optimizer of the critic, which stay in memory while the policy is trained.
+def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection, here: float) -> float:
+    """Weights, gradients and optimizer of the critic, which stay in memory while the policy is trained. `here`: the share of the
+    optimizer that is on the device.
 
     A model in `critic.path` is counted as a model of the policy's size. Without it, adapters are on the policy's weights.
     """
@@ -763,7 +834,7 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection
         return 0
     shared = config.model.lora.rank is not None and config.critic.path is None
     weights = 0 if shared else trace.weights
-    return weights + _gradient_bytes(trace, optimizer) + on_cpu * _optimizer_bytes(trace, optimizer)
+    return weights + _gradient_bytes(trace, optimizer) + here * _optimizer_bytes(trace, optimizer)
 
 
 def not_predicted(failed: Failed) -> Check:
@@ -789,7 +860,7 @@ def peak_check(
 
 
 def certain_check(config: Config, path: str, *, section: str) -> Check:
-    """The start of a run: whether what is in memory all the time fits, which is known without a pass and in a moment.
+    """The start of a run: whether what each optimizer step needs fits, which is known without a pass and in a moment.
 
     `peak_check` also predicts the passes, the cache and the engine, and takes as long as one.
     """
@@ -798,7 +869,7 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
             without_pass = _without_pass(config, read_model_config(path))
     except Failed as failed:
         return not_predicted(failed)
-    parts = [part for part in _always(config, without_pass, section) if part.bytes >= 2**20]
+    parts = [part for part in _held(config, without_pass, section, "step") if part.bytes >= 2**20]
     needed, limit = Prediction(parts).gib, machine_gib(config)
     text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)
     text = f"training needs at least {needed:.1f} GiB ({text}; not counted: activations, caches, engines)"
@@ -840,8 +911,11 @@ def workload_of(
     config: Config, model_config: Any, section: str, *, longest: int | None = None, prompt: int | None = None
 ) -> Workload:
     """The conversations of a step, as long as the recipe and the model allow, and not longer than the `longest`, if it is
-    known. `prompt` is the length of the longest prompt, if it is known (`longest_prompt`)."""
-    bounds = [config.limits.context, longest, context_length(model_config.to_dict())]
+    known. `prompt` is the length of the longest prompt, if it is known (`longest_prompt`).
+
+    Raises ConfigError if `limits.context` is longer than the model allows.
+    """
+    bounds = [assembly.limits(config, longest=context_length(model_config.to_dict())).context, longest]
     if section == "train":
         bounds.append(_longest_conversation(config, prompt))
     elif config.limits.context is None and longest is None:

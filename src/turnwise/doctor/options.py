@@ -164,7 +164,7 @@ def _held_out(config: Config) -> list[Any]:
 def _reward_functions(config: Config) -> list[Any]:
     scorer = assembly.scorer(config)
     reward = config.reward
-    pairs = zip(scorer.functions, [*reward.trajectory, *reward.turns, *reward.group, *reward.batch], strict=True)
+    pairs = zip(scorer.functions, reward.functions, strict=True)
     return [scorer.timeout, *((function.name, function.weight, use.use, use.arguments) for function, use in pairs)]
 
 

@@ -1,10 +1,10 @@
-"""The checks `rows` and `rewards`: whether the recipe's rows and rewards work with the model."""
+"""The checks `rows`, `tools` and `rewards`: whether the recipe's rows, tools and rewards work with the model."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
+from turnwise.errors import counted
 from turnwise.options.algorithm import Grpo, OwnCredit, OwnLoss, Rloo
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
@@ -59,13 +60,38 @@ def conversations(config: Config) -> Check:
     )
 
 
-def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> Check:
-    """Whether each reward reaches the loss exactly once.
+def tools_and_rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Check]:
+    """Which tools the model may call, if any, and whether each reward reaches the loss exactly once, in a few conversations.
 
-    If `model` is None, the completions are scripted, and the values of the rewards mean nothing.
+    If `model` is None, the completions are scripted, and the values of the rewards mean nothing. Raises TurnwiseError if
+    conversations cannot begin, such as for an MCP server that does not answer.
     """
+    groups, sources = asyncio.run(_scored(config, rows, renderer, model))
+    offered = tools(config, groups, sources)
+    return [*([] if offered is None else [offered]), rewards(config, groups, scripted=model is None)]
+
+
+def tools(config: Config, groups: Sequence[Group], sources: Mapping[str, Sequence[str]]) -> Check | None:
+    """The names of the tools, by what gives them: `sources`, or else the environment in its openings and replies. None if there
+    are none."""
+    known = {name for names in sources.values() for name in names}
+    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    others = dict.fromkeys(
+        name for turn in turns for tool in turn.tools if (name := tool["function"]["name"]) not in known
+    )
+    giver = "the recipe" if config.runs_conversations_elsewhere else f"environment={config.environment.use}"
+    given = {**sources, **({giver: list(others)} if others else {})}
+    if not given:
+        return None
+    said = "; ".join(f"{source} gives {', '.join(names) or 'none'}" for source, names in given.items())
+    status = "ok" if all(given.values()) else "note"
+    return Check("tools", status, f"{counted(len(known) + len(others), 'tool')}: {said}")
+
+
+def rewards(config: Config, groups: Sequence[Group], *, scripted: bool) -> Check:
+    """Whether each reward reached the loss exactly once. `scripted`: the completions are, so that the values of the rewards mean
+    nothing."""
     name = "rewards"
-    groups = asyncio.run(_scored(config, rows, renderer, model))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [trajectory for trajectory in trajectories if not trajectory.failed and trajectory.reward is not None]
     failed = sum(trajectory.failed for trajectory in trajectories)
@@ -82,13 +108,13 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
     reward = config.reward
-    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
+    functions = reward.functions
     examples = ", ".join(f"{trajectory.reward:g}" for trajectory in scored[:4])
     text = (
         f"{len(scored)} conversations with the rewards {examples}: each is the sum of its parts and reached the advantages, and "
         f"the loss contains each sampled token once"
     )
-    if model is None:
+    if scripted:
         text += " (scripted completions, because the model is not loaded)"
     if not functions and not any(turn.rewards for trajectory in scored for turn in trajectory.turns):
         text += (
@@ -98,7 +124,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
         return Check(name, "note", text)
     if failed:
         return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
-    if model is not None and config.credit.name != "none" and len(scored) > 1 and _all_equal(scored):
+    if not scripted and config.credit.name != "none" and len(scored) > 1 and _all_equal(scored):
         text += (
             f". The rewards are all equal, and nothing can be learned from equal rewards of a row. The parts are "
             f"{_values(scored, config)}: call what should tell these conversations apart on an answer that is right"
@@ -147,8 +173,11 @@ def _lost(groups: Sequence[Group], config: Config) -> str | None:
     return lost(groups, config.loss, proportional=proportional)
 
 
-async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
-    """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
+async def _scored(
+    config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None
+) -> tuple[list[Group], Mapping[str, Sequence[str]]]:
+    """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`, and
+    `Environments.tools`."""
     scorer, mask = assembly.scorer(config), assembly.turn_weighting(config)
     credit = assembly.credit(config, scorer)
     scorer.refuse_unknown_columns(rows)
@@ -181,7 +210,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
             for trajectory in group.trajectories:  # a new critic estimates 0
                 trajectory.values = [[0.0] * count for count in episode_of(trajectory).tokens_T]
     credit(groups)
-    return groups
+    return groups, environments.tools
 
 
 def _runner(config: Config, renderer: Renderer, model: Any | None) -> ConversationRunner:
@@ -219,13 +248,13 @@ def _all_equal(scored: Sequence[Trajectory]) -> bool:
 
 
 def _values(scored: Sequence[Trajectory], config: Config) -> str:
-    """The parts of the rewards with their values in each conversation: `right 0, 0, 0, 0; short 1, 1, 1, 1`."""
+    """The parts of the rewards with their values in each conversation: `right: 0, 0, 0, 0; short: 1, 1, 1, 1`."""
     names = list(dict.fromkeys(name for trajectory in scored for name in trajectory.rewards))
     if not any(turn.rewards for trajectory in scored for turn in trajectory.turns):
         names.remove("turns")  # the environment gave none
     shown = {name: f"environment={config.environment.use}" if name == "turns" else name for name in names}
     return "; ".join(
-        f"{shown[name]} {', '.join(f'{one.rewards[name]:g}' for one in scored if name in one.rewards)}"
+        f"{shown[name]}: {', '.join(f'{one.rewards[name]:g}' for one in scored if name in one.rewards)}"
         for name in names
     )
 

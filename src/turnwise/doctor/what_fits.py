@@ -20,9 +20,9 @@ from turnwise.doctor.memory import (
     SERVER_CACHE,
     Prediction,
     Workload,
-    always_bytes,
     changed,
     default_tokens,
+    held_bytes,
     kv_bytes_of_row,
     machine_gib,
     not_predicted,
@@ -73,14 +73,18 @@ def fit_check(
 
     `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
     conversation, and `prompt` that of the longest prompt. Without a prediction, the check is a note.
+
+    Raises ConfigError if `limits.context` is longer than the model allows.
     """
     gib = machine_gib(config) if memory_gb is None else memory_gb
     try:
         with boundary("model"):
             model_config = read_model_config(path)
+        workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
+        with boundary("model"):
             memory = Memory(
                 model_config=model_config,
-                workload=workload_of(config, model_config, section, longest=longest, prompt=prompt),
+                workload=workload,
                 section=section,
                 gib=gib,
                 of_card=on_gpu(config) and gib != float("inf"),
@@ -134,9 +138,9 @@ def _with_servers(config: Config, memory: Memory, check: Check) -> Check:
     if shared is None:
         wanted = assembly.trainer_gpus(config)[:1] * (engine.replicas * engine.tensor_parallel * engine.data_parallel)
         beside = _checked(changed(config, ["engine", "devices"], wanted), memory)
-        if beside.status == "fail":
-            text = f"{check.text}, and {server.gib:.1f} GiB on a second GPU for the server. On one GPU (engine.devices={wanted})"
-            return replace(check, status="note", text=f"{text}: {beside.text}")
+        text = f"{check.text}, and {server.gib:.1f} GiB on a second GPU for the server. On one GPU (engine.devices={wanted})"
+        status = "note" if beside.status == "fail" else check.status
+        return replace(check, status=status, text=f"{text}: {beside.text}")
     return check
 
 
@@ -203,9 +207,9 @@ def _tried(config: Config, options: Mapping[str, Any], memory: Memory, *, rows: 
         other = changed(other, name.split("."), None if value is _COMPUTED else value)
     if strict and _refused(other, memory.section) is not None:
         return None
-    always = always_bytes(other, memory.model_config, memory.section) / 2**30
-    if always > memory.gib:  # known without a pass
-        return Fitting(_values(options, other), always, fits=False)
+    held = held_bytes(other, memory.model_config, memory.section) / 2**30
+    if held > memory.gib:  # known without a pass
+        return Fitting(_values(options, other), held, fits=False)
     if options.get("engine.memory_gb") is _COMPUTED and other.engine.servers is not None:
         other = _with_server_cache(other, memory)
     other = completed(other, memory)
@@ -281,7 +285,8 @@ def _methods(config: Config, section: str) -> Iterator[dict[str, Any]]:
             name: value
             for name, value in own.items()
             if value_of(config, name.split(".")) != value
-            and not ("optimizer" in name and (adapter or optimizer.master_weights != "float32"))
+            and not (name.endswith("master_weights") and (adapter or optimizer.master_weights != "float32"))
+            and not (name.endswith("offload") and (adapter or section == "sft" or optimizer.offload != "none"))
         }
         if way.name == "all weights, Kahan" and not adapter and optimizer.name == "adamw":
             yield {name: value for name, value in own.items() if "optimizer" not in name} | {

@@ -170,17 +170,14 @@ class WeightSource(Protocol):
         """Write the adapter into a directory."""
         ...
 
-    def free_memory(self) -> None:
-        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks."""
-        ...
-
 
 class WeightPublisher(Protocol):
     """Hands the learner's current weights to the engine."""
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine has given its memory to the trainer, and takes it back in `publish`: all training comes before."""
+        """Whether the engine has given its memory to the trainer, and takes it back in `publish`: all training comes before, and
+        whoever trains gives memory back."""
         ...
 
     async def begin(self, version: int) -> None:

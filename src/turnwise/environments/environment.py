@@ -764,6 +764,11 @@ def _check_sampling(change: SamplingChange, where: str) -> None:
         raise ValueError(
             f"SamplingChange(max_tokens={most!r:.80}): max_tokens must be an integer of at least 1; None is the recipe's limit"
         )
+    if change.answers_cut and most is None:
+        raise ValueError(
+            "SamplingChange(answers_cut=True) has no effect without max_tokens: a turn that limits.tokens_per_turn cuts ends the "
+            "conversation. Give max_tokens, smaller than limits.tokens_per_turn"
+        )
     if stop is not None and not (
         isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
     ):

@@ -21,6 +21,7 @@ import io
 import json
 import logging
 import os
+import re
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -115,11 +116,13 @@ class Connection:
         self.also: dict[str, _Also] = {}
         """Tools that are made of other things than the server's tools, by their names."""
         self._starting = asyncio.Lock()
+        self._told: set[str] = set()
+        """The first tool that failed without a word of why; the further connections to the server share it."""
 
     def with_state(self) -> Connection:
         """A further connection to the same server, with a state that a new session would not have."""
         copy = Connection(self.name, self._server, start_timeout=self._start_timeout, has_state=True)
-        copy.also = self.also
+        copy.also, copy._told = self.also, self._told
         return copy
 
     async def has(self, kind: AlsoOffered) -> bool:
@@ -161,7 +164,24 @@ class Connection:
         """
         if (also := self.also.get(tool)) is not None:
             return await self._use(lambda client: also.call(client, arguments))
-        return await self._use(lambda client: client.call_tool(tool, arguments))
+        result = await self._use(lambda client: client.call_tool(tool, arguments))
+        if result.is_error and not _words_of_error(result, tool):
+            self._tell_hidden_error(tool)
+        return result
+
+    def _tell_hidden_error(self, tool: str) -> None:
+        """Warn, once, of a server that says of a failed call only that it failed."""
+        if not self._told:
+            self._told.add(tool)
+            tail = "" if self._session is None else self._session.tail()
+            _log.warning(
+                "the MCP server %r does not say why %s failed, and so the model is not told%s. Raise ToolError in the server "
+                "(docs/tools.md): of other exceptions, the official SDK prints a traceback, which takes a second, in which no "
+                "other call is answered",
+                self.name,
+                tool,
+                tail,
+            )
 
     async def close(self) -> None:
         """Close all sessions. A server process that a session started ends."""
@@ -538,6 +558,8 @@ class McpServers:
         self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
         """Those that are open or may be: those of the run, or those of conversations."""
         self._listed = list(self._connections)
+        self.offered: dict[str, list[str]] = {name: [] for name in servers}
+        """The names of the tools that each server has given, once `tools` or `toolbox` have asked."""
         # Also runs if close() is never called: server processes must not outlive the run.
         self._closing = weakref.finalize(self, _close, self._loop, self._connections)
 
@@ -571,7 +593,7 @@ class McpServers:
         names, or if two servers have a tool of the same name.
         """
         calls = {"timeout": timeout, "retries": retries, "retry_timeouts": retry_timeouts}
-        return [tool for tool, _ in self._offered(selected, titles, also, calls)]
+        return [tool for tool, _ in self._offer(selected, titles, also, calls)]
 
     def toolbox(
         self,
@@ -592,7 +614,7 @@ class McpServers:
         those of `tools`. Raises ConfigError.
         """
         calls = {"timeout": timeout, "retries": retries, "retry_timeouts": retry_timeouts}
-        offered = self._offered(selected, titles, also, calls)
+        offered = self._offer(selected, titles, also, calls)
         self._loop.submit(_close_each(self._listed)).result(timeout=_CLOSING_ALL_SECONDS)  # they have listed the tools
         self._connections.clear()
         owners = {tool.name: connection for tool, connection in offered}
@@ -605,10 +627,21 @@ class McpServers:
             method=_Sessions.caller,
         )
 
-    def _offered(
+    def _offer(
         self, selected: Sequence[str] | None, titles: bool, also: Sequence[AlsoOffered], calls: Mapping[str, Any]
     ) -> list[tuple[Tool, Connection]]:
-        """The tools and their servers. Raises ConfigError."""
+        """The tools and their servers, which `offered` names from then on. Raises ConfigError."""
+        pairs = self._selected(selected, titles, calls)
+        pairs += self._offered_also(also, {tool.name for tool, _ in pairs}, calls)
+        self.offered = {
+            one.name: [tool.name for tool, connection in pairs if connection is one] for one in self._listed
+        }
+        return pairs
+
+    def _selected(
+        self, selected: Sequence[str] | None, titles: bool, calls: Mapping[str, Any]
+    ) -> list[tuple[Tool, Connection]]:
+        """The servers' tools, or those with the names in `selected`. Raises ConfigError."""
         owners: dict[str, Connection] = {}
         tools: list[tuple[Tool, Connection]] = []
         offered: set[str] = set()
@@ -635,7 +668,7 @@ class McpServers:
             if name not in offered:
                 have = ", ".join(sorted(offered)) or "none"
                 raise ConfigError(f"no MCP server has a tool {name!r}{nearest(name, offered)} (the tools are: {have})")
-        return [*tools, *self._offered_also(also, {tool.name for tool, _ in tools}, calls)]
+        return tools
 
     def _offered_also(
         self, also: Sequence[AlsoOffered], taken: Collection[str], calls: Mapping[str, Any]
@@ -722,7 +755,7 @@ class McpServers:
         else:
             response = await run_in_thread(lambda: self.parse_result(result.content), name="mcp", kind="tool")
         if result.is_error:
-            raise ValueError(response.text or f"{name} failed without an error message")
+            raise ValueError(_own_words(response.text or "", name) or f"{name} failed without an error message")
         return response
 
     def open_like(self, connection: Connection) -> Connection:
@@ -805,6 +838,18 @@ class _Sessions:
         if self._free is not None and self._holds:
             self._holds = False
             self._free.release()
+
+
+def _words_of_error(result: CallToolResult, tool: str) -> str:
+    """What a server says of a failed call."""
+    text = "".join(block.text for block in result.content if block.type == "text")
+    return _own_words(text, tool)
+
+
+def _own_words(text: str, tool: str) -> str:
+    """The text of a tool's error without what servers' libraries put in front of it: the SDK for Python (`Error executing tool
+    add: `), fastmcp (`Error calling tool 'add': `) and the SDK for TypeScript (`MCP error -32602: `)."""
+    return re.sub(rf"^(?:Error (?:executing|calling) tool '?{re.escape(tool)}'?(?:: |$)|MCP error -?\d+: )", "", text)
 
 
 async def _close_each(connections: Sequence[Connection]) -> None:

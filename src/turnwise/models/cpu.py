@@ -224,6 +224,16 @@ def with_fast_layers(model: Any) -> Any:
     return with_fast_linears(model)
 
 
+def without_fast_layers(part: torch.nn.Module) -> None:
+    """Let the modules of a part of a model compute with their own functions again, in place: where weights are divided among
+    ranks. What others have put in place of their forward pass stays, such as the recomputation of layers."""
+    own = (_forward, *_FORWARDS.values())
+    for module in part.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, functools.partial) and forward.func in own:
+            del module.forward
+
+
 def _feed_forward(module: Any, values: torch.Tensor) -> torch.Tensor:
     layers = (module.gate_proj, module.up_proj, module.down_proj)
     if all(type(layer) is torch.nn.Linear and layer.bias is None for layer in layers):

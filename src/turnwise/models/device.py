@@ -45,6 +45,15 @@ def device_name(device: str) -> str:
     return ("cuda" if sees_gpu() else "cpu") if device == "auto" else device
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has products in bfloat16 (AVX-512 BF16 or AMX); also if torch does not know."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available():
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def default_dtype(device: str) -> Literal["float32", "bfloat16"]:
     """The data type of parameters on a device: bfloat16 on a GPU that computes products in it, else float32."""
     if not uses_gpu(device):
@@ -56,6 +65,14 @@ def default_dtype(device: str) -> Literal["float32", "bfloat16"]:
         old = torch.version.hip is None and torch.cuda.get_device_capability(gpu_number(device)) < _BFLOAT16_SINCE
         return "float32" if old else "bfloat16"
     return "bfloat16"
+
+
+def without_cudnn_attention() -> None:
+    """Let torch choose its flash kernel for attention: on an H100 it prefers cuDNN's, which makes a plan of some 60 ms for each
+    new pair of batch size and length, in each thread. Here nearly every pass has new ones."""
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def gpu_number(device: str) -> int:
@@ -74,6 +91,20 @@ def known_dtype(config: Config) -> Literal["float32", "bfloat16"]:
         return model.dtype
     exact = config.deterministic or model.autocast or config.cluster.distributed
     return "float32" if exact else default_dtype(model.device)
+
+
+def slow_products(config: Config) -> str | None:
+    """What to set where a GPU that computes products in bfloat16 is to compute them in float32; None if it is not."""
+    half = config.cluster.fsdp.param_dtype is not None
+    if config.deterministic or config.model.autocast or half or known_dtype(config) != "float32" or not sees_gpu():
+        return None
+    if default_dtype(config.model.device) != "bfloat16":
+        return None
+    options = "cluster.fsdp.param_dtype=bfloat16" if config.cluster.distributed else "model.autocast=true"
+    return (
+        f"the GPU computes products in float32, which takes several times as long as in bfloat16: set {options} (float32 "
+        f"weights) or model.dtype=bfloat16"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def sampling_logits(
                 cut_NV |= (top_k_N1 > 0) & (rank_V >= top_k_N1)
             if use_p:
                 probs_NV = sorted_NV.masked_fill(cut_NV, -torch.inf).softmax(dim=-1)
-                before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+                before_NV = cumulative(probs_NV) - probs_NV
                 cut_NV |= (top_p_N1 < 1.0) & (before_NV >= top_p_N1) & (rank_V > 0)
             removed_NV.scatter_(-1, order_NV, cut_NV)
         if use_m:
@@ -84,6 +84,16 @@ def sampling_logits(
         if keep_N is not None:
             removed_NV.scatter_(-1, keep_N.unsqueeze(-1), False)
     return logits_NV.masked_fill(removed_NV, -torch.inf)
+
+
+def cumulative(probs_NV: torch.Tensor) -> torch.Tensor:
+    """The cumulative sums of each row, which never fall.
+
+    A single row gets a second one beside it on a GPU: torch gives a row alone to another kernel there, whose sums need not rise
+    and differ from run to run (pytorch issues 21780 and 75240), so that a token of probability 0 could be drawn.
+    """
+    alone = len(probs_NV) == 1 and probs_NV.is_cuda
+    return (probs_NV.expand(2, -1) if alone else probs_NV).cumsum(dim=-1)[: len(probs_NV)]
 
 
 def _differ(option_N: torch.Tensor | float, without: float) -> bool:

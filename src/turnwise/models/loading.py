@@ -35,7 +35,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model, share_weights, unreadable
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.device import device_name, gpu_memory, why_no_gpu
+from turnwise.models.device import device_name, gpu_memory, why_no_gpu, without_cudnn_attention
+from turnwise.models.kernels import use_kernels
 from turnwise.models.lora import (
     adapter_base,
     adapter_weights,
@@ -133,7 +134,7 @@ def load_model(source: ModelSource) -> Any:
     new adapter. If the adapter was trained on quantized weights, it is merged into these weights, dequantized.
 
     Raises ConfigError if there is no model at `source.path`, if weights are missing, unexpected or not finite, if tied
-    weights are not equal, if the adapter does not fit the model, or if the device does not exist.
+    weights are not equal, if the adapter does not fit the model, if the device does not exist, or if the kernels cannot be used.
     """
     base = adapter_base(source.path)
     if base is None:
@@ -147,11 +148,13 @@ def load_model(source: ModelSource) -> Any:
         model = merged(_merge_base(source.of_base(base), source.path), source.path)
         model.name_or_path = source.path
     adapt(model, source)
+    use_kernels(model, source.kernels, model.device)
     return with_fast_layers(model)
 
 
 def _merge_base(source: ModelSource, adapter: str | Path) -> Any:
     """The model to which an adapter belongs, with the values of the weights on which it was trained."""
+    source = source.model_copy(update={"kernels": "none"})  # the merged model gets them
     if (saved := saved_quantization(adapter)) is None:
         return load_model(source)
     quantization, dtype = saved
@@ -190,6 +193,8 @@ def _load_base(source: ModelSource) -> Any:
         advice = "Use model.device=auto, or a device that torch sees"
         text = reason or f"{' '.join(str(error).split()).rstrip('.')}. {advice}"
         raise ConfigError(f"model.device={device} cannot be used: {text}") from error
+    if name.startswith("cuda"):
+        without_cudnn_attention()
     quantized: dict[str, Any] = {}
     with _loading(source, name):
         config = AutoConfig.from_pretrained(path)

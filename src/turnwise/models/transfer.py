@@ -90,6 +90,27 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [copies.get(id(tensor), tensor) for tensor in found]
 
 
+class HostMemory:
+    """Where tensors of a device are while something else needs its memory: pinned memory of the host, which is kept for the next
+    time, because it takes longer to get than to fill."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the tensors in this memory, until the next call. Raises RuntimeError if the host has not so much memory."""
+        for number, tensor in enumerate(tensors):
+            like = (tensor.shape, tensor.stride(), tensor.dtype)
+            before = self._kept[number] if number < len(self._kept) else None
+            if before is None or (before.shape, before.stride(), before.dtype) != like:
+                empty = torch.empty_strided(*like[:2], dtype=tensor.dtype, pin_memory=sees_gpu())
+                self._kept[number : number + 1] = [empty]
+            self._kept[number].copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # once, for all copies
+        return self._kept[: len(tensors)]
+
+
 S = TypeVar("S")
 
 

@@ -734,8 +734,9 @@ class OptimizerSection(Section):
     """How steps below bfloat16's precision are kept: `float32` copy (4 bytes), `kahan` (2), `stochastic_rounding`, `none`."""
     grad_accum_dtype: Literal["float32"] | None = None
     """Type in which the gradients of micro-batches are added up: `float32` takes 2 bytes more. Null: that of the weights."""
-    offload: Literal["none", "cpu"] = "none"
-    """`cpu`: state and master weights are in the CPU's memory, where the step runs."""
+    offload: Literal["none", "sampling", "cpu"] = "none"
+    """Where state and master weights are in the CPU's memory: while an engine on the same GPU samples (`sampling`), or always
+    (`cpu`), where the step then runs."""
 
     _expand = short_for("name")
 

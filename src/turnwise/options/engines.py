@@ -501,6 +501,16 @@ def local_ranks(cluster: ClusterSection) -> int:
     """The number of ranks that `cluster.launcher=local` starts. Counts GPUs without torch, which only the ranks import."""
     if cluster.trainers is not None:
         return cluster.trainers
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = glob.glob("/dev/nvidia[0-9]*") if visible is None else [name for name in visible.split(",") if name]
+    visible = named_gpus()
+    gpus = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible
     return len(gpus) or 2
+
+
+def named_gpus() -> list[str] | None:
+    """The GPUs that `CUDA_VISIBLE_DEVICES` names, up to one such as -1, which hides it and all that follow; None: it is not
+    set."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return None
+    names = (name.strip() for name in given.split(","))
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))

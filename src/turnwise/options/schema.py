@@ -95,6 +95,9 @@ class ModelSection(Section):
     """Matrix products in bfloat16 with float32 parameters."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time, the same result."""
+    kernels: Literal["auto", "liger", "none"] = "auto"
+    """What computes RMSNorm, rotary embeddings and SwiGLU on CUDA: `liger`, the kernels of liger-kernel (`turnwise[liger]`);
+    `none`, torch. `auto`: `liger` where it is installed and runs."""
     chat_template_kwargs: dict[NonEmpty, Any] = {}
     """More arguments of the chat template, such as `{enable_thinking: false}`; a row's column `chat_template_kwargs`
     goes before."""
@@ -151,7 +154,7 @@ class DataSection(Section):
     subset: NonEmpty | None = None
     """The configuration of a hub data set. Null: its default."""
     columns: dict[str, str] = {}
-    """`{prompt: question}` uses the data's column `question` as `prompt`."""
+    """`{prompt: question}` uses the data's column `question` as `prompt`. `id` and `source` name rows and their kinds."""
     system_prompt: str | None = None
     """System message of prompts without one."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
@@ -296,6 +299,11 @@ class RewardSection(Section):
         if isinstance(value, str):
             value = [value]
         return {"trajectory": value} if isinstance(value, list | tuple) else value
+
+    @property
+    def functions(self) -> list[RewardUse]:
+        """The functions of all kinds, in the order in which they are built."""
+        return [*self.trajectory, *self.turns, *self.group, *self.batch]
 
 
 # record

@@ -20,7 +20,9 @@ from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
 from turnwise.config.train_checks import needs_critic, needs_reference
 from turnwise.doctor.check import Check
+from turnwise.doctor.fit import MOST_TOKENS, MemoryNeeds, completed, computed_notes, without_cache
 from turnwise.doctor.memory import (
+    OF_ENGINE,
     PROGRAM_BYTES,
     SERVER_BYTES,
     MemoryPart,
@@ -42,6 +44,7 @@ from turnwise.doctor.memory import (
 )
 from turnwise.doctor.what_fits import Fitting
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.device import GpuMemory, known_dtype
 from turnwise.models.model_config import (
     DISPATCH_STYLE,
     DIVIDED_STYLES,
@@ -61,7 +64,7 @@ from turnwise.planning.placement import PlanLine
 
 # ranks
 
-_OF_ENGINE = ("KV cache", "copied weights of the engine", "policies of agents")
+_OF_ENGINE = (*OF_ENGINE, "policies of agents")
 _OF_PASSES = ("activations", "logits and other temporary tensors")
 _RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
 """Bytes of the program of a rank without conversations, and of peft in a rank."""
@@ -154,9 +157,16 @@ class _Units:
 
 
 def rank_memory(
-    config: Config, model_config: Any, workload: Workload, ranks: int, *, rank: int = 0, section: str = "train"
+    config: Config,
+    model_config: Any,
+    workload: Workload,
+    ranks: int,
+    *,
+    rank: int = 0,
+    section: str = "train",
+    card_gib: float | None = None,
 ) -> Prediction:
-    """The peak of a training step on the device of a rank. Rank 0 also has the embedded engine.
+    """The peak of a training step on the device of a rank. Rank 0 also has the embedded engine. `card_gib`: see `predict`.
 
     Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
     one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process; with
@@ -167,7 +177,7 @@ def rank_memory(
     fsdp = config.cluster.fsdp
     _, shard, context, tensor = config.cluster.mesh.shape(ranks)
     units = _units(config, model_config)
-    parts = _parts(config, model_config, workload, section)
+    parts = _parts(config, model_config, workload, section, card_gib)
     if fsdp.param_dtype is not None or context * tensor > 1:
         parts |= _of_passes(config, model_config, workload, section, context, tensor)
     program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
@@ -177,11 +187,13 @@ def rank_memory(
         parts = {name: size for name, size in parts.items() if name not in _OF_ENGINE}
     offloaded = fsdp.offload == "cpu"
     precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
-    each = fsdp.adds_up_each(parts.get("gradients", 0))
+    # parts of rounded sums have the type of the weights; sums of whole gradients have the type in which ranks add them up
+    trained = parts["gradients"] / (4 if _adds_in_float32(config, section) else 2)
+    each = fsdp.adds_up_each(4 * trained)
     # an adapter has nothing outside of the layers
     outside = 0.0 if config.model.lora.rank is not None else units.root / max(1, units.root + units.layers)
     of_layer = (1 - units.whole) / tensor + units.whole if tensor > 1 else 1.0  # of a layer's weights, on a rank
-    whole = parts["gradients"] * (outside + (1 - outside) * of_layer)
+    whole = (4 if fsdp.reduce_dtype == "float32" else 2) * trained * (outside + (1 - outside) * of_layer)
     gathered = units.layers if not fsdp.reshard_after_forward else 2 * units.layer
     with_own_experts = of_layer * (1 - units.experts + units.experts / config.cluster.mesh.expert)
     gathered = units.root + gathered * with_own_experts
@@ -197,6 +209,12 @@ def rank_memory(
     return Prediction(
         [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
     )
+
+
+def _adds_in_float32(config: Config, section: str) -> bool:
+    """Whether the sums of gradients over micro-batches are float32 in one process."""
+    exact = known_dtype(config) == "float32" or config.model.lora.rank is not None
+    return exact or getattr(config, section).optimizer.grad_accum_dtype is not None
 
 
 def _samples(config: Config, section: str) -> bool:
@@ -223,11 +241,12 @@ def _of_passes(
     return parts
 
 
-def _parts(config: Config, model_config: Any, workload: Workload, section: str) -> dict[str, float]:
+def _parts(
+    config: Config, model_config: Any, workload: Workload, section: str, card_gib: float | None = None
+) -> dict[str, float]:
     """The memory of one process."""
-    return {
-        part.name: part.bytes for part in predict(config, model_config, workload, section=section, on_ranks=True).parts
-    }
+    found = predict(config, model_config, workload, section=section, on_ranks=True, card_gib=card_gib)
+    return {part.name: part.bytes for part in found.parts}
 
 
 def _units(config: Config, model_config: Any) -> _Units:
@@ -305,6 +324,44 @@ def _bytes(module: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
+def fitted_on_ranks(
+    config: Config, model_config: Any, workload: Workload, ranks: int, *, section: str, gib: float
+) -> Config:
+    """The recipe with numbers in place of `micro_batch_tokens: null` and `engine.memory_gb: null`, for ranks whose GPUs have so
+    much memory each. A recipe for which no number fits is returned as it is. `section` is `train` or `sft`.
+
+    They are those of rank 0, which needs the most: all ranks compute micro-batches that rank 0 packs. Its cache stays during an
+    update.
+    """
+
+    def update(config: Config) -> float:
+        return without_cache(rank_memory(config, model_config, workload, ranks, section=section, card_gib=gib))
+
+    most = config.cluster.mesh.context * MOST_TOKENS  # a rank has a part of the tokens
+    return completed(config, workload, section=section, gib=gib, needs=MemoryNeeds(update, None, most))
+
+
+def fitted_to_ranks(
+    config: Config, path: str, gpus: Sequence[GpuMemory], *, section: str, prompt: int | None = None
+) -> tuple[Config, list[str]]:
+    """`fitted_on_ranks` for the ranks of a run whose GPUs have this memory, and a note that says the numbers: they are computed
+    for the GPU with the least free memory. `path` is the model. Ranks on CPUs (no `gpus`), or without a prediction: the recipe as
+    it is."""
+    if not gpus:
+        return config, []
+    least = min(gpus, key=lambda gpu: gpu.free)
+    cards = f"{least}, the fullest GPU of {len(gpus)} ranks"
+    try:
+        with boundary("model"):
+            model_config = read_model_config(path)
+            workload = workload_of(config, model_config, section, prompt=prompt)
+            gib = least.free / 2**30
+            known = fitted_on_ranks(config, model_config, workload, len(gpus), section=section, gib=gib)
+    except Failed as failed:
+        return config, [f"no micro-batch and no cache were computed for {cards}: {failed.failure.message}"]
+    return known, computed_notes(config, known, section, cards)
+
+
 def rank_memory_check(
     config: Config,
     ranks: int,
@@ -318,12 +375,16 @@ def rank_memory_check(
     try:
         with boundary("model"):
             model_config = read_model_config(config.model.path)
-            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
-            found = rank_memory(config, model_config, workload, ranks, section=section)
+        workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
+        with boundary("model"):
+            shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
+            limit = memory_gb if memory_gb is not None else machine_gib(config) / shared
+            known = config
+            if on_gpu(config) and limit != float("inf"):
+                known = fitted_on_ranks(config, model_config, workload, ranks, section=section, gib=limit)
+            found = rank_memory(known, model_config, workload, ranks, section=section, card_gib=limit)
     except Failed as failed:
         return not_predicted(failed)
-    shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
-    limit = memory_gb if memory_gb is not None else machine_gib(config) / shared
     details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.2f}" for part in found.parts))]
     text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
     if found.gib <= limit:

@@ -32,7 +32,8 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
         PlanLine("conversations of a step", f"{train.batch_size} rows x {train.group_size} = {conversations}"),
         PlanLine(
             "optimizer steps of a step",
-            f"{train.minibatches} minibatches x {train.ppo_epochs} epochs = {train.minibatches * train.ppo_epochs}, each on "
+            f"{train.minibatches} minibatch{'es' if train.minibatches > 1 else ''} x {counted(train.ppo_epochs, 'epoch')} = "
+            f"{train.minibatches * train.ppo_epochs}, each on "
             f"{_sizes(conversations, train.minibatches)} conversations",
         ),
     ]

@@ -553,6 +553,13 @@ def has_gpus() -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
+def free_gpus() -> int:
+    """The GPUs of the cluster that are not reserved."""
+    import ray
+
+    return int(ray.available_resources().get("GPU", 0))
+
+
 def reserve(ranks: Sequence[RanksSection]) -> Any:
     """Ask Ray for the resources of all ranks together, on as few machines as possible. Returns their placement group."""
     from ray.util import placement_group

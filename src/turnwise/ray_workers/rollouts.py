@@ -379,6 +379,8 @@ class RayOptions:
     gpu: str | None = None
     """The GPU on which this process trains, by its name in CUDA_VISIBLE_DEVICES: Ray gives it to no worker. None: there is none,
     or it belongs to Ray already."""
+    takes_gpu: bool = False
+    """Whether the engine of a worker would sample on a GPU that the worker sees."""
 
 
 class RayRollouts:
@@ -405,7 +407,19 @@ class RayRollouts:
         self._connected = ray_api.connect(self._options.address, self._options.cluster.workers) or self._connected
         if self._options.gpu is not None and self._gpu is None:
             self._gpu = await asyncio.to_thread(ray_api.hold_gpu, self._options.gpu, _GPU_SECONDS)
+        self._tell_unused_gpus()
         await self.pool.start()
+
+    def _tell_unused_gpus(self) -> None:
+        """Log that workers sample on CPUs although GPUs are free."""
+        if not self._options.takes_gpu or self._options.cluster.workers.num_gpus > 0:
+            return
+        if free := ray_api.free_gpus():
+            _log.warning(
+                "cluster.workers.num_gpus=0: rollout workers sample on CPUs, and the cluster has %d free GPUs. Set "
+                "cluster.workers.num_gpus=1, or model.device=cpu",
+                free,
+            )
 
     async def generate(self, request: Request) -> Completion:
         """Let the engine of a worker answer a single request, such as that of a judge. Raises EngineError."""

@@ -155,10 +155,9 @@ def _of_training(
             if step in counts and (step, group) not in found.groups
         )
     later = max((n for n in steps if isinstance(n, int)), default=0) + 1
-    if run.state in (
-        "running",
-        "killed",
-    ):  # it was written, or will be, before the line of its step; resume=auto repeats it
+    # conversations are written before the line of their step, and those of a step in which all failed have none; resume=auto
+    # repeats the step
+    if run.state in ("running", "killed", "failed"):
         steps.add(later)
     yield from _first(
         f"{file}: step {n} has conversations, and no line in metrics.jsonl" for n in counts if n not in steps

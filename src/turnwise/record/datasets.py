@@ -8,6 +8,7 @@ messages do not say what was sampled is left out, with the reason.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections import Counter
@@ -58,6 +59,8 @@ class DatasetChoice:
     below it are not, and groups with equal rewards are left out."""
     first_step: int | None = None
     """The first training step whose conversations are used; None: of all steps."""
+    last_step: int | None = None
+    """The last one; None: to the end."""
     label: str | None = None
     """Only conversations to which a person gave this label in the viewer; None: all. `best` and `pairs` are among them; the mean
     of the group (`kto`) is that of all its conversations."""
@@ -86,12 +89,15 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
         raise ConfigError(f"{written.file} exists already: name another directory with --out, or remove it")
     lines: list[str] = []
     chosen = None if choice.label is None else _with_label(run, choice.label, written.left_out)
-    for members in _groups(read(run), choice.first_step):
+    steps = Counter[int]()
+    for members in _groups(read(run), choice, steps):
         rows = list(rows_of(members, choice, written.left_out, chosen))
         counts = any(_is_chosen(one, chosen) for one in members)
         written.groups += counts
         written.without_rows += counts and not rows
         lines += [json.dumps(row, ensure_ascii=False) for row in rows]
+    if not lines and not written.groups and steps and choice.first_step is not None and choice.label is None:
+        raise ConfigError(f"{run} has no conversation of {_asked(choice)}: its steps are {min(steps)} to {max(steps)}")
     if not lines:
         reasons = "".join(f"; {number} conversations {reason}" for reason, number in written.left_out.most_common())
         raise ConfigError(
@@ -154,14 +160,24 @@ def sft_rows(trajectories: Iterable[Trajectory], left_out: Counter[str]) -> Iter
             left_out[reason] += 1
 
 
-def _groups(trajectories: Iterable[Trajectory], first_step: int | None) -> Iterator[list[Trajectory]]:
-    """The conversations by group. Those of a training step stand together in a record."""
+def _asked(choice: DatasetChoice) -> str:
+    return f"step {choice.first_step}{'' if choice.last_step is not None else ' or later'}"
+
+
+def _groups(
+    trajectories: Iterable[Trajectory], choice: DatasetChoice, steps: Counter[int]
+) -> Iterator[list[Trajectory]]:
+    """The conversations by group, of the chosen steps. Those of a training step stand together in a record. Conversations of all
+    steps are counted in `steps`."""
+    first = -math.inf if choice.first_step is None else choice.first_step
+    last = math.inf if choice.last_step is None else choice.last_step
     step, groups = None, dict[str, list[Trajectory]]()
     for trajectory in trajectories:
         if trajectory.step != step:
             yield from groups.values()
             step, groups = trajectory.step, {}
-        if first_step is None or (trajectory.step or 0) >= first_step:
+        steps[trajectory.step or 0] += 1
+        if first <= (trajectory.step or 0) <= last:
             groups.setdefault(trajectory.group, []).append(trajectory)
     yield from groups.values()
 

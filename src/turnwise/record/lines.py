@@ -259,6 +259,10 @@ class LineFile:
         prefix = json.dumps(f"{id}/", ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
         return [number for number, other in enumerate(self._places.ids) if other.startswith(prefix)]
 
+    def all_steps(self) -> list[int]:
+        """The training steps that lines have, in order, each once."""
+        return sorted(set(self._places.steps))
+
     def numbers_of_step(self, step: int) -> list[int]:
         """The numbers of the lines of this step, in ascending order."""
         return [number for number, other in enumerate(self._places.steps) if other == step]

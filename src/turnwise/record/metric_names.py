@@ -75,8 +75,8 @@ METRICS = (
     ),
     Metric(
         "rewards/<part>/mean", "reward", _FINISHED,
-        "A part of the reward, from the first step with it on: a reward function times its weight, what the environment named, "
-        "or as `turns` the rest of environment and tools (docs/rewards.md).",
+        "A part of the reward, from the first step with it on (docs/rewards.md): a reward function times its weight, what the "
+        "environment named, or as `turns` the rest. Of several data sets or kinds, those count in which the environment gave it.",
         same=("rewards/<part>", "reward/<part>"),
     ),
     Metric(
@@ -101,7 +101,7 @@ METRICS = (
     ),
     Metric(
         "groups/zero_std", "share", "groups",
-        "Groups of equal rewards (advantages of 0).",
+        "Groups of equal rewards (advantages of 0, but where turns have returns of their own).",
         same=("frac_reward_zero_std", "groups/all_equal"),
     ),
     Metric(
@@ -129,7 +129,7 @@ METRICS = (
     ),
     Metric(
         "reward/source/<name>", "reward", _FINISHED,
-        "Reward on the rows of one of several data sets.",
+        "Reward on the rows of one of several data sets, or of a kind (`data.columns.source`).",
     ),
     Metric(
         "turns/mean", "turns", _FINISHED, "Turns of the model in a conversation.",

@@ -97,11 +97,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
-    parts = [reward_parts(trajectory) for trajectory in scored]
-    functions = {name for trajectory in scored for name in trajectory.rewards} - {UNNAMED_PART}
-    for name in sorted({name for of_one in parts for name in of_one}):
-        # a function that returned None does not apply; a part that the environment did not give is 0
-        values = [of_one.get(name, 0.0) for of_one in parts if name in of_one or name not in functions]
+    for name, values in _values_of_parts(scored).items():
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = _deviation(values)
     for name in sorted({name for trajectory in finished for name in trajectory.metrics}):
@@ -114,6 +110,29 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
     return {**metrics, **_agent_metrics(trajectories)}
+
+
+def _values_of_parts(scored: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """The values of each part of the reward, by name, of the conversations that it can have a value in.
+
+    A function that returned None does not apply. A part that the environment did not give is 0, but only on the rows of a kind
+    (`Row.source`) of which a conversation has this part: those of another kind may have another environment.
+    """
+    parts = [reward_parts(trajectory) for trajectory in scored]
+    functions = {name for trajectory in scored for name in trajectory.rewards} - {UNNAMED_PART}
+    given = {
+        (name, trajectory.row.source)
+        for trajectory, of_one in zip(scored, parts, strict=True)
+        for name in of_one.keys() - functions
+    }
+    return {
+        name: [
+            of_one.get(name, 0.0)
+            for trajectory, of_one in zip(scored, parts, strict=True)
+            if name in of_one or (name, trajectory.row.source) in given
+        ]
+        for name in sorted({name for of_one in parts for name in of_one})
+    }
 
 
 def reward_parts(trajectory: Trajectory) -> dict[str, float]:
@@ -226,14 +245,19 @@ CUT = {
 """Stop reasons that truncate an answer, and the limit behind each."""
 
 
+def cut_stops(finished: Sequence[Trajectory], *, least: float = 0.5) -> list[Stop]:
+    """The stop reasons of the conversations that ended in the middle of an answer; empty if they are less than this share."""
+    stops = [stop for trajectory in finished if (stop := trajectory.stop) is not None and stop in CUT]
+    return stops if len(stops) >= least * len(finished) else []
+
+
 def cut_answers(trajectories: Sequence[Trajectory], limits: object, *, least: float = 0.5) -> str | None:
     """A message if at least this share of the finished conversations ended in the middle of an answer.
 
     `limits` are those of the recipe.
     """
     finished = [trajectory for trajectory in trajectories if not trajectory.failed]
-    stops = [trajectory.stop for trajectory in finished if trajectory.stop in CUT]
-    if not stops or len(stops) < least * len(finished):
+    if not (stops := cut_stops(finished, least=least)):
         return None
     stop = max(CUT, key=stops.count)
     many = f"all {len(finished)}" if len(stops) == len(finished) else f"{len(stops)} of {len(finished)}"
@@ -247,9 +271,9 @@ def advice_on_cut(stop: str) -> str:
     """What follows from answers that the limit behind a stop reason cuts, and what helps; without a full stop."""
     name = CUT[Stop(stop)]
     return (
-        f"Reward functions see incomplete answers, and the environment is not shown them (only with "
-        f"SamplingChange(answers_cut=True), or in final_reply). Either limits.{name} is too low for this model: raise it; or the "
-        f"model does not end its turns (a base model, or a wrong chat template): `turnwise doctor` shows the stop tokens"
+        f"Reward functions see incomplete answers, and the environment is not shown them (only in final_reply, or where its own "
+        f"SamplingChange(max_tokens=..., answers_cut=True) cuts). Either limits.{name} is too low for this model: raise it; or "
+        f"the model does not end its turns (a base model, or a wrong chat template): `turnwise doctor` shows the stop tokens"
     )
 
 

@@ -121,6 +121,10 @@ class RecordedTrajectories(Sequence[Trajectory]):
         found = self._read_all(self._lines.numbers_of_ids_below(trajectory.id))
         return [agent for agent in found if (agent.episode, agent.step) == (trajectory.id, trajectory.step)]
 
+    def steps(self) -> list[int]:
+        """The training steps that have trajectories, in order."""
+        return self._lines.all_steps()
+
     def of_step(self, step: int) -> list[Trajectory]:
         """The trajectories of a training step."""
         return self._read_all(self._lines.numbers_of_step(step))

@@ -262,6 +262,11 @@ class RunDirectory:
         """
         self._append(self.trajectories, trajectories, self.metrics, metrics)
 
+    def write_unfinished(self, trajectories: Iterable[Trajectory], *, step: int) -> None:
+        """Append the conversations of a step that ended the run. Raises RunError."""
+        with writing(self.path):
+            self.appended[self.trajectories.name].append(trajectory_lines(self.trajectories, trajectories, step=step))
+
     def write_evaluation(self, summary: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
         """Append an evaluation: its summary to evaluations.jsonl, its conversations to eval_trajectories.jsonl."""
         self._append(self.eval_trajectories, trajectories, self.evaluations, summary)

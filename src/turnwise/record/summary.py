@@ -14,13 +14,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from turnwise.errors import RunError, message_pattern
+from turnwise.errors import RunError
 from turnwise.json_yaml import RecordedLoader, parse_json, parse_yaml, read_text
 from turnwise.record.lines import existing_file
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read_lines
@@ -43,6 +43,11 @@ _DOWN = re.compile(
     r"(/|$)|^seconds/|^stop/(?!done$)|zero_std|duplicates"
 )
 """The metrics of which a low value is the better one."""
+_NEITHER = re.compile(
+    r"^(?!metrics/|reward/source/|(.*/)?rewards?/(.*/)?mean$)(.*/)?(entropy|step|epoch|lr|grad_norm|conversations|segments|turns|tool_calls|tokens|version|std|coef|value_mean|experts|"
+    r"selection|staleness|dropped|replaced|skipped)(/|$)|^ranks/"
+)
+"""The metrics of which neither a low nor a high value is the better one. Of those of a person's own, a high one is."""
 
 # one run
 
@@ -65,8 +70,11 @@ class MetricValues:
         if value > self.highest:
             self.highest, self.highest_step = value, step
 
-    def best(self, name: str) -> tuple[float, int | None]:
-        """The best value of the metric `name` and its step: the lowest of losses and failures, otherwise the highest."""
+    def best(self, name: str) -> tuple[float | None, int | None]:
+        """The best value of the metric `name` and its step: the lowest of losses and failures, otherwise the highest. None of
+        metrics without a better direction, as of `entropy` and `turns/mean`."""
+        if not lower_is_better(name) and _NEITHER.search(name.removeprefix(EVALUATION)):
+            return None, None
         return (self.lowest, self.lowest_step) if lower_is_better(name) else (self.highest, self.highest_step)
 
 
@@ -387,6 +395,25 @@ def _differ(runs: Sequence[RunSummary], name: str) -> bool:
     return all(len({json.dumps(one.get(name), default=str) for one in values}) > 1 for values in (given, used))
 
 
+def groups_over_seeds(runs: Sequence[RunSummary], options: Sequence[str]) -> list[list[RunSummary]]:
+    """The finished runs in groups that differ in `seed` only. `options` are all in which the runs differ."""
+    groups: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        if run.state == "finished":
+            key = json.dumps([run.kind, *(run.options.get(name) for name in options if name != "seed")], default=str)
+            groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def over_seeds(group: Sequence[RunSummary], metric: str) -> tuple[float | None, float | None]:
+    """The mean of the last values of a metric, and their standard deviation. None where a run lacks the metric, and for the
+    deviation of one run."""
+    values = [run.metrics[metric].last for run in group if metric in run.metrics]
+    if len(values) < len(group):
+        return None, None
+    return mean(values), stdev(values) if len(values) > 1 else None
+
+
 # evaluations on held-out rows
 
 
@@ -462,40 +489,6 @@ def _evaluates(model: Path, run: Path) -> bool:
     # a relative path is one of the working directory of the evaluation, which is often a directory above
     places = [given] if given.is_absolute() else [Path.cwd() / given, *(above / given for above in run.parents)]
     return any(place.resolve().is_relative_to(run) for place in places)
-
-
-# failures
-
-
-@dataclass(slots=True, kw_only=True)
-class FailureGroup:
-    """Failures with the same message, numbers and quoted texts apart."""
-
-    kind: str
-    """What failed, such as `environment` or `reward`."""
-    message: str
-    """The message of the latest."""
-    count: int
-    step: int | None
-    """The step of the latest."""
-    id: str
-    """The id of the latest conversation."""
-
-
-def group_failures(failures: Iterable[tuple[int | None, str, str, str]]) -> list[FailureGroup]:
-    """Group failures (step, id of the conversation, kind and message, in the order of the record); the most frequent first.
-
-    Example: `timeout after 30.1 s` and `timeout after 30.4 s` are one group.
-    """
-    groups: dict[tuple[str, str], FailureGroup] = {}
-    for step, id, kind, message in failures:
-        key = kind, message_pattern(message)
-        group = groups.get(key)
-        if group is None:
-            groups[key] = FailureGroup(kind=kind, message=message, count=1, step=step, id=id)
-        else:
-            group.message, group.step, group.id, group.count = message, step, id, group.count + 1
-    return sorted(groups.values(), key=lambda group: -group.count)
 
 
 # several runs

@@ -58,6 +58,11 @@ class Scorer:
         """All functions."""
         return (*self.trajectory, *self.turns, *self.groups, *self.batch)
 
+    @property
+    def measured(self) -> frozenset[str]:
+        """The names of the functions of weight 0, whose values are no part of the reward."""
+        return frozenset(function.name for function in self.functions if function.weight == 0.0)
+
     def refuse_unknown_columns(self, rows: Iterable[Row]) -> None:
         """Refuse functions with a parameter that is neither a value of the conversation nor a column of `rows`.
 

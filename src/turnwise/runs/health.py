@@ -12,13 +12,22 @@ import os
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from turnwise.options.schema import Config
 from turnwise.options.section import Use
-from turnwise.record.metrics import CUT, advice_on_cut, cut_answers, lowest_correlation
+from turnwise.record.failures import ToolCallCounts
+from turnwise.record.metrics import (
+    CUT,
+    UNNAMED_PART,
+    advice_on_cut,
+    cut_answers,
+    cut_stops,
+    lowest_correlation,
+    reward_parts,
+)
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Trajectory
@@ -31,6 +40,12 @@ _LEAST_CALLS = 0.1
 
 _MANY_FAILED = 0.25
 """Share of failed conversations, from which they are the first cause of equal rewards."""
+
+_NEARLY_ALL = 0.9
+"""Share of failed tool calls, from which they may be why all rewards are equal, or from which a tool may not work at all."""
+
+_STEPS_OF_CALLS, _LEAST_TRIED = 3, 10
+"""Steps in a row in which nearly all calls of a tool fail, and its calls in them, from which it is told."""
 
 _MANY_CALLS = 0.05
 """Share of turns with a tool call that nobody offered, above which it is no slip."""
@@ -350,6 +365,8 @@ class LearningWatch:
     """The metrics of the steps before the run was resumed."""
     writes_call: WritesCall | None = None
     """Whether a turn's text has a call in the model's format (`TurnParser.writes_call`); None for a model without text."""
+    measured: Collection[str] = ()
+    """The names of the reward functions of weight 0 (`Scorer.measured`), which are measured only."""
     _monitors: HealthMonitors = field(init=False)
     _reported: set[tuple[str, str]] = field(default_factory=set)
     """Names of problems, and of the policies that have them."""
@@ -361,6 +378,10 @@ class LearningWatch:
     """Number of steps that this process has seen."""
     _equal: int = 0
     """Number of steps so far in which the rewards within each group were equal."""
+    _parts: dict[str, bool] = field(default_factory=dict)
+    """The named parts of the rewards that this process has seen: whether one was other than 0."""
+    _calls: dict[str, deque[ToolCallCounts]] = field(default_factory=dict)
+    """The calls of each tool that there is, and of all (`_ALL_TOOLS`), in the last steps that had any."""
 
     def __post_init__(self) -> None:
         self._monitors = HealthMonitors(self.config, self.past)
@@ -394,6 +415,8 @@ class LearningWatch:
             "unused_policy": self._unused_policy(metrics),
             "tool_calls": self._unread_calls([*finished, *agents]),
             "constant_reward_of_policy": self._policy_without_difference(metrics),
+            "zero_part": self._parts_that_stay_zero(metrics, finished),
+            "failed_calls": self._tools_that_fail(metrics, [*finished, *agents]),
         }
         of_run = [RunProblem(name, text) for name, text in findings.items() if text is not None]
         return [*of_run, *self._of_policies(metrics, groups)]
@@ -425,9 +448,8 @@ class LearningWatch:
         if calling <= _MANY_CALLS * len(without):
             return None
         return (
-            f"{calling} of {len(without)} turns without tools contain a tool call in the model's format, which stays text: no "
-            f"tool was offered. Name the tools in `tools` (docs/tools.md), or take them out of the prompt; if the environment "
-            f"reads the calls from the text, all is right"
+            f"{calling} of {len(without)} turns without tools contain a tool call, which stays text: name the tool in `tools`, "
+            f"unless the environment reads calls itself"
         )
 
     def _unused_policy(self, metrics: Mapping[str, Any]) -> str | None:
@@ -460,6 +482,63 @@ class LearningWatch:
             f"shares_reward=True)); reward functions score the row's conversation only"
         )
 
+    def _parts_that_stay_zero(self, metrics: Mapping[str, Any], finished: Sequence[Trajectory]) -> str | None:
+        """Since the start, a part of the reward was 0 in each conversation, and another one was not: all curves look healthy."""
+        window, left_out = self.config.health.window, {UNNAMED_PART, *self.measured}
+        if self._seen > window:
+            return None
+        for trajectory in finished:
+            for name, value in reward_parts(trajectory).items():
+                if name not in left_out:
+                    self._parts[name] = self._parts.get(name, False) or not equal_rewards([value, 0.0])
+        zero = [name for name, seen in self._parts.items() if not seen]
+        if self._seen < window or len(zero) in (0, len(self._parts)):
+            return None
+        names, run = " and ".join(map(repr, zero)), self.config.output
+        return (
+            f"the part {names} of the reward was 0 in all conversations of {self._seen} steps (up to step {metrics['step']}), so "
+            f"the model learns from the other parts only. Either nothing has earned it yet, or its source never gives it: call "
+            f"it on an answer that should; after a change, `turnwise replay {run} --all` compares"
+        )
+
+    def _tools_that_fail(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
+        """Nearly all calls of a tool, or of all, failed in the last steps that had any: rewards may differ all the same."""
+        if ("failed_calls", "") in self._reported:
+            return None
+        counted = _counted_calls(trajectories)
+        broken: list[str] = []
+        for name in (*counted.tools, _ALL_TOOLS):
+            use = counted if name == _ALL_TOOLS else ToolCallCounts({name: counted.tools[name]})
+            # of names that the model has invented, each may be another one
+            if not use.calls or (name != _ALL_TOOLS and _invented(use)):
+                continue
+            steps = self._calls.setdefault(name, deque(maxlen=_STEPS_OF_CALLS))
+            steps.append(use)
+            tried, failed = sum(each.calls for each in steps), sum(each.failed for each in steps)
+            if len(steps) < _STEPS_OF_CALLS or tried < _LEAST_TRIED or not all(map(_nearly_all_fail, steps)):
+                continue
+            if name != _ALL_TOOLS or not broken:
+                of = "of tools" if name == _ALL_TOOLS else f"of the tool {name!r}"
+                broken.append(f"{failed} of {tried} calls {of} failed (most in the last: {_most_frequent_call(use)})")
+        if not broken:
+            return None
+        return (
+            f"in the last {_STEPS_OF_CALLS} steps with calls (up to step {metrics['step']}), {' and '.join(broken)}. The "
+            f"conversations go on, and are rewarded, without what the tool should give: try such a call on its own. `turnwise "
+            f"show {self.config.output}` counts the errors of tools by message"
+        )
+
+    def _failed_calls(self, trajectories: Sequence[Trajectory]) -> str:
+        """A sentence that nearly all calls of tools failed, and how; empty if it is not so."""
+        use = _counted_calls(trajectories)
+        if not _nearly_all_fail(use):
+            return ""
+        self._reported.add(("failed_calls", ""))
+        return (
+            f"{use.failed} of {use.calls} calls of tools failed in the last step (most frequent: {_most_frequent_call(use)}), "
+            f"which may be why. "
+        )
+
     def _without_difference(
         self, metrics: Mapping[str, Any], groups: Sequence[Group], trajectories: Sequence[Trajectory]
     ) -> str | None:
@@ -472,15 +551,17 @@ class LearningWatch:
         if self._equal < min(first_steps, self.config.train.total_steps):
             return None
         run = self.config.output
+        steps = "the first step" if self._equal == 1 else f"each of the first {self._equal} steps"
         if (failed := self._many_failed(groups)) is not None:
             return (
-                f"{failed}. In each of the first {self._equal} steps, the conversations of a row that did not fail had the same "
+                f"{failed}. In {steps}, the conversations of a row that did not fail had the same "
                 f"reward, so all advantages are 0 and the model does not learn from rewards. `turnwise show {run} --failed` "
                 f"prints their errors"
             )
         return (
-            f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "
-            f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}. Look at `turnwise show "
+            f"in {steps}, all conversations of a row had the same reward, so all advantages are 0 and the model does not learn "
+            f"from rewards. {self._cause(groups, trajectories)}. "
+            f"{self._failed_calls(trajectories)}{self._cut(trajectories)}Look at `turnwise show "
             f"{run} --worst 3`; after a change of the rewards, `turnwise replay {run} --all` compares them "
             f"(docs/learning.md)"
         )
@@ -525,6 +606,16 @@ class LearningWatch:
             "other rows (data.curriculum, train.dynamic_sampling), or raise train.group_size"
         )
 
+    def _cut(self, finished: Sequence[Trajectory]) -> str:
+        """A sentence that half of the conversations or more ended in the middle of an answer; empty if it is not so."""
+        if not (stops := cut_stops(finished)):
+            return ""
+        limit = CUT[max(CUT, key=stops.count)]
+        return (
+            f"{len(stops)} of {len(finished)} conversations of the last step ended in the middle of an answer (limits.{limit}="
+            f"{getattr(self.config.limits, limit)}), which may be why. "
+        )
+
     def _only_zeros(self, finished: Sequence[Trajectory]) -> str:
         """Why all rewards are 0 where the environment is the only source: it gave 0, or it gave nothing."""
         environment, count = self.config.environment.use, len(finished)
@@ -558,8 +649,7 @@ class LearningWatch:
         )
 
     def _reward_functions(self) -> list[str]:
-        reward = self.config.reward
-        return [_function_of(use) for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
+        return [_function_of(use) for use in self.config.reward.functions]
 
     def _without_gradient(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
         """The gradient is 0 although there are advantages. `metrics` are those of the policy, without its name."""
@@ -603,6 +693,33 @@ class LearningWatch:
                 f"train.overlong_filter=false, or use another loss mask (docs/loss_masks.md)"
             )
         return "use another loss mask (docs/loss_masks.md)"
+
+
+def _counted_calls(trajectories: Iterable[Trajectory]) -> ToolCallCounts:
+    """The calls of these conversations."""
+    use = ToolCallCounts()
+    for trajectory in trajectories:
+        use.add(trajectory)
+    return use
+
+
+_ALL_TOOLS = "*"
+"""Stands for all tools where calls are kept by the name of the tool."""
+
+
+def _invented(use: ToolCallCounts) -> bool:
+    """Whether there is no tool of these names, or no call that could be read."""
+    return use.failed == use.calls and all(group.kind in ("unknown_tool", "malformed") for _, group in use.ranked())
+
+
+def _nearly_all_fail(use: ToolCallCounts) -> bool:
+    return use.failed >= max(1, _NEARLY_ALL * use.calls)
+
+
+def _most_frequent_call(use: ToolCallCounts) -> str:
+    """The most frequent error of failed calls: `timeout, 'add', 4 times: add took longer than 30 s`."""
+    name, group = use.ranked()[0]
+    return f"{group.kind}, {name!r:.80}, {group.count} times: {' '.join(group.message.split())[:160]}"
 
 
 def _most_frequent(failures: Sequence[Failure]) -> str:

@@ -16,7 +16,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from turnwise.local_paths import has_all_weights, saved_policy
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
+from turnwise.models.device import slow_products
 from turnwise.options.algorithm import LossSection, OptimizationSection
 from turnwise.options.schema import Config
 from turnwise.record.metric_names import metric_hint
@@ -94,6 +95,7 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
         prompt = longest_prompt(config, rows, renderer) if kind == "train" else None
         config, computed = fitted_to_card(config, str(opened.source), section=kind, prompt=prompt)
         notes += computed
+    notes += [] if (slow := slow_products(config)) is None else [slow]
     notes += row_notes
     notes += unread_columns(config, rows) if kind == "train" else []
     rows, dropped = assembly.drop_long_prompts(config, rows, renderer)
@@ -113,6 +115,22 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
         held_out=processed[len(rows) :],
         notes=notes,
     )
+
+
+def fitted_to_ranks(inputs: RunInputs, learner: Learner, kind: Literal["train", "sft"]) -> RunInputs:
+    """The inputs with the numbers that the recipe leaves open computed for the GPUs of the learner's ranks, which are known when
+    they are connected. Those of a run in one process are known before (`read_inputs`)."""
+    if not inputs.config.cluster.distributed:
+        return inputs
+    from turnwise.doctor.memory import longest_prompt  # torch
+    from turnwise.planning.memory import fitted_to_ranks as fitted
+    from turnwise.training.sharded.sharded_learner import ShardedLearner  # torch.distributed
+
+    assert isinstance(learner, ShardedLearner)
+    config = inputs.config
+    prompt = longest_prompt(config, inputs.rows, inputs.renderer) if kind == "train" and learner.gpus else None
+    known, notes = fitted(config, str(inputs.opened.source), learner.gpus, section=kind, prompt=prompt)
+    return replace(inputs, config=known, notes=[*inputs.notes, *notes])
 
 
 # steps

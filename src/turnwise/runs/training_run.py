@@ -36,7 +36,7 @@ from turnwise.rollout.context import AgentPolicy, ConversationContext, Conversat
 from turnwise.rollout.pipeline import ActiveGroup, Pipeline, TakenGroups
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
-from turnwise.runs.run_state import RunInputs, RunState, loggers, read_inputs
+from turnwise.runs.run_state import RunInputs, RunState, fitted_to_ranks, loggers, read_inputs
 from turnwise.training.critic_step import CriticStep
 from turnwise.training.kl_reward import KlReward
 from turnwise.training.learner import Critic, Learner
@@ -114,6 +114,18 @@ class TrainingRun(RunState):
     def scorer(self) -> Scorer:
         return self.pipeline.scorer
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether training and sampling use the memory of a GPU in turns, and the optimizers leave it (`optimizer.offload`)."""
+        return self.config.train.optimizer.offload == "sampling"
+
+    def free_memory(self) -> None:
+        """Give back the memory of devices that no learner needs before the next update."""
+        for policy in self.policies:
+            policy.learner.free_memory()
+        if self.critic_step is not None:
+            self.critic_step.critic.free_memory()
+
     def learning_rate_of(self, policy: TrainedPolicy) -> float:
         """The learning rate of a policy in the step that comes next."""
         return policy.recipe.train.lr_at(self.step, steps=self.steps)
@@ -147,6 +159,8 @@ def assemble(config: Config) -> TrainingRun:
     environments = assembly.environment_factory(config, encode=renderer.encode)
     learner = assembly.learner(config, opened.source, before_training=opened.before_training)
     opened.compare_model(learner)
+    inputs = fitted_to_ranks(inputs, learner, "train")
+    config = inputs.config
     model = assembly.sampled_model(config, learner, opened.source)
     critic = None if credit.needs_values is None else assembly.critic(config, opened.source, learner, opened.critic)
     if critic is not None:
@@ -174,7 +188,7 @@ def assemble(config: Config) -> TrainingRun:
         environments=environments,
         policies=policies,
         runner=runner,
-        watch=LearningWatch(config, _finished_steps(opened), renderer.turn_parser.writes_call),
+        watch=LearningWatch(config, _finished_steps(opened), renderer.turn_parser.writes_call, scorer.measured),
         critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),
         teacher_step=assembly.teacher_step(config, learner, renderer),

@@ -23,7 +23,7 @@ from turnwise.options.algorithm import Nll, steps_of_epochs
 from turnwise.options.schema import Config, EnvironmentUse
 from turnwise.planning.placement import ConversationTokens
 from turnwise.record.metrics import mean, share
-from turnwise.runs.run_state import RunState, loggers, read_inputs
+from turnwise.runs.run_state import RunState, fitted_to_ranks, loggers, read_inputs
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.terminal.train_report import SftReport
 from turnwise.training.batch import Batch, share_saved
@@ -60,9 +60,11 @@ def assemble(config: Config) -> SftRun:
     refuse_sft_without_effect(config)
     weigh_turns = assembly.turn_weighting(config)
     inputs = read_inputs(config, "sft", lambda config, held_out: assembly.conversations(config, held_out=held_out))
-    opened, options = inputs.opened, config.sft
+    opened = inputs.opened
     learner = assembly.sft_learner(config, opened.source)
     opened.compare_model(learner)
+    inputs = fitted_to_ranks(inputs, learner, "sft")
+    config, options = inputs.config, inputs.config.sft
     limits = assembly.limits(config, longest=learner.context_length)
     tools = asyncio.run(recipe_tools(config, inputs.renderer))
     if tools and all("tools" in row.fields for row in [*inputs.rows, *inputs.held_out]):
@@ -117,7 +119,8 @@ async def fine_tune(run: SftRun, report: SftReport) -> None:
     Raises RolloutError if no row can be trained on, RunError if the run directory cannot be written.
     """
     options = run.config.sft
-    report.begin(run.config, rows=len(run.rows), steps=run.steps, done=run.step, notes=run.notes)
+    evaluates = run.evaluation_due(options.eval_every)
+    report.begin(run.config, rows=len(run.rows), steps=run.steps, done=run.step, notes=run.notes, evaluates=evaluates)
     async with run.checkpoint_on_exit():
         while run.step < run.steps:
             if run.evaluation_due(options.eval_every):

@@ -43,8 +43,9 @@ def demo_overrides() -> list[str]:
     ]
 
 
-Thinking = Literal["optional", "always"]
-"""Whether a model's template lets it think before an answer: if `enable_thinking` is not false, or always."""
+Thinking = Literal["optional", "always", "unknown"]
+"""Whether a model's template lets it think before an answer: if `enable_thinking` is not false, or always; or that it cannot be
+read."""
 
 
 def write_project(
@@ -97,7 +98,12 @@ def _for_other_model(text: str, model: str, thinking: Thinking | None) -> str:
         tokens = _THINKING_TOKENS if context is None else min(_THINKING_TOKENS, int(context[1]) // 2)
         why = " # it thinks before each answer, and a cut answer ends the conversation"
         return re.sub(r"^  tokens_per_turn: \d+", f"  tokens_per_turn: {tokens}{why}", text, flags=re.MULTILINE)
-    return text.replace("  tokens_per_turn: 64\n", "  tokens_per_turn: 256\n")
+    unknown = (
+        f" # {_THINKING_TOKENS} if it thinks before an answer: its template could not be read"
+        if thinking == "unknown"
+        else ""
+    )
+    return re.sub(r"^  tokens_per_turn: (64|256)$", f"  tokens_per_turn: 256{unknown}", text, flags=re.MULTILINE)
 
 
 def _write(paths: Sequence[Path], model: str | None, changes: Mapping[str, str], thinking: Thinking | None) -> None:

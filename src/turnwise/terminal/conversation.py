@@ -43,7 +43,7 @@ def conversation(
     for message, turns in zip(trajectory.messages, turns_of_messages(trajectory), strict=True):
         style = _STYLES.get(message["role"], "")
         for turn in turns or [None]:
-            parts.append(Text(_heading(message, turn, trajectory.advantages), style=f"bold {style}"))
+            parts.append(Text(_heading(message, turn, trajectory), style=f"bold {style}"))
             parts.append(Text(turn.text if turn else str(message.get("content") or ""), style=style))
     if trajectory.error is not None:
         parts.append(Text(f"error ({trajectory.error.kind}): {trajectory.error.message}", style="bold red"))
@@ -89,23 +89,27 @@ def _short(value: Any, length: int = 120) -> str:
     return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"
 
 
-def _heading(message: Message, turn: Turn | None, advantages: Sequence[float | Sequence[float]]) -> str:
+def _heading(message: Message, turn: Turn | None, trajectory: Trajectory) -> str:
     role = message["role"]
     if role == "tool":
         name = f" {message['name']}" if message.get("name") else ""  # that of a malformed call may not be known
         return f"tool{name} ({message.get('tool_call_id', '')})"
     if turn is None:
         return role
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
-    heading = f"{role}  reward {turn.reward:.3g}" + (f" ({parts})" if parts else "")
-    if advantages:
-        advantage = advantages[turn.index]
-        heading += ", advantage " + (f"{advantage:+.2f}" if isinstance(advantage, int | float) else "per token")
+    facts: list[str] = []
+    if any(other.rewards for other in trajectory.turns):  # else the turns have none: functions gave the conversation's
+        parts = (
+            ", ".join(f"{name} {value:.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
+        )
+        facts.append(f"reward {turn.reward:.3g}" + (f" ({parts})" if parts else ""))
+    if trajectory.advantages:
+        advantage = trajectory.advantages[turn.index]
+        facts.append("advantage " + (f"{advantage:+.2f}" if isinstance(advantage, int | float) else "per token"))
     if turn.weight != 1.0:
-        heading += f", weight {turn.weight:g}"
+        facts.append(f"weight {turn.weight:g}")
     if turn.kept_tokens is not None:
-        heading += f", cut after {turn.kept_tokens} tokens"
-    return heading
+        facts.append(f"cut after {turn.kept_tokens} tokens")
+    return f"{role}  {', '.join(facts)}" if facts else role
 
 
 def _tokens(

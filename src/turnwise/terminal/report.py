@@ -30,6 +30,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.errors import counted
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.record.run_directory import RunDirectory
 
@@ -102,12 +103,16 @@ class Activity:
 
 
 class Heartbeat:
-    """Prints a line every `seconds` seconds during a long step, if the console is not a terminal with a live display."""
+    """Prints a line every `seconds` seconds during a long step, if the console is not a terminal with a live display; the first
+    one after `first` seconds, if that is given."""
 
-    def __init__(self, activity: Activity, console: Console, *, seconds: float = 60.0) -> None:
+    def __init__(
+        self, activity: Activity, console: Console, *, seconds: float = 60.0, first: float | None = None
+    ) -> None:
         self._activity = activity
         self._console = console
         self._seconds = seconds
+        self._first = seconds if first is None else first
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -121,9 +126,11 @@ class Heartbeat:
             self._thread.join()
 
     def _beat(self) -> None:
-        while not self._ended.wait(self._seconds):
-            if time.monotonic() - self._activity.began >= self._seconds and (text := self._activity.text()):
+        pause = self._first
+        while not self._ended.wait(pause):
+            if time.monotonic() - self._activity.began >= pause and (text := self._activity.text()):
                 self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            pause = self._seconds
 
 
 # the report
@@ -155,10 +162,19 @@ class Report:
         )
         self._task = self._progress.add_task(label, total=None)
 
-    def start(self, header: str, *, steps: int, done: int, notes: Sequence[str]) -> None:
-        """Print notes and the header, and begin the display. `done` of the `steps` are finished already."""
+    def start(
+        self, header: str, *, steps: int, done: int, notes: Sequence[str], output: str, section: str, evaluates: bool
+    ) -> None:
+        """Print notes and the header, and begin the display. `done` of the `steps` are finished already. If these are all, the
+        header says what to set to go on, and whether the run `evaluates` all the same. `section` has the number of steps."""
         for note in notes:
             self.console.print(Text(note, style="dim"), soft_wrap=True)
+        if done >= steps:
+            what = "nothing to train, only to evaluate" if evaluates else "nothing to do"
+            header = (
+                f"{what}: {output} has done {counted(done, 'step')}, and the recipe has {steps}. To go on, raise {section}.steps "
+                f"(or {section}.epochs, if that sets them)"
+            )
         self.print_line(header)
         self._progress.update(self._task, total=steps, completed=done)
         if self.console.is_terminal:
@@ -275,18 +291,27 @@ class Terminal(Console):
 # the progress bar of runs without training
 
 
+_SILENT = 10.0
+"""Seconds of a command after which each further stage has a line, where no terminal shows what it does."""
+_FIRST_LINE = 15.0
+"""Seconds of a stage until its first line there."""
+
+
 @contextlib.contextmanager
 def stages(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show which stage of a command is running, on a terminal, and in a line each minute elsewhere. Yields the function that
-    begins a stage, with the text that is shown."""
-    activity = Activity()
+    """Show which stage of a command is running, on a terminal. Elsewhere, in a line of each stage that begins when the command
+    has taken some seconds, and in lines during a long stage. Yields the function that begins a stage, with the text that is
+    shown."""
+    activity, started = Activity(), time.monotonic()
     status = console.status("")
 
     def begin(text: str) -> None:
         activity.label, activity.began = text, time.monotonic()
         status.update(escape(text))
+        if not console.is_terminal and activity.began - started >= _SILENT:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with Heartbeat(activity, console), status if console.is_terminal else contextlib.nullcontext():
+    with Heartbeat(activity, console, first=_FIRST_LINE), status if console.is_terminal else contextlib.nullcontext():
         yield begin
 
 

@@ -79,7 +79,8 @@ def _rows(run: RunSummary) -> list[tuple[str, str, str, str]]:
         of_policy = name == "loss" and run.kind == "train"  # a policy loss says nothing of how good the policy is
         if (values := run.metrics.get(name)) is not None and not of_policy:
             best, step = values.best(name)
-            rows.append((name, f"{values.last:.4g}", f"{best:.4g}", str(step)))
+            no_best = best is None
+            rows.append((name, f"{values.last:.4g}", "" if no_best else f"{best:.4g}", "" if no_best else str(step)))
     return rows
 
 
@@ -135,14 +136,14 @@ def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoi
     metrics += [f"| `{name_}` | {last} | {best} | {step} |" for name_, last, best, step in _rows(run)]
     options = ["| option | value | default |", "|---|---|---|"]
     for key, (value, default) in changed_from_defaults(run.options).items():
-        options.append(f"| `{key}` | `{_cell(value)}` | `{_cell(default)}` |")
+        options.append(f"| `{key}` | `{_cell(published(value))}` | `{_cell(default)}` |")
     lines = [
         *head,
         "",
         f"# {name.rpartition('/')[2]}",
         "",
         f"Trained with [turnwise](https://pypi.org/project/turnwise/) by {how}: {done} (the run: {run.state}{further}), "
-        f"from `{base}`.",
+        f"from `{_cell(published(base))}`.",
         "",
         *(["![The curve of the run](curve.png)", ""] if curve else []),
         *metrics,
@@ -155,6 +156,27 @@ def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoi
         "",
     ]
     return "\n".join(lines)
+
+
+def published(value: Any) -> Any:
+    """A value of a recipe as others may see it: of what lies on this machine, in lists and mappings too, only the name.
+
+    Example: `/home/ann/rows/train.jsonl` is `train.jsonl`, and `/home/ann/env.py:game` is `env.py:game`, if there are such files.
+    """
+    if isinstance(value, Mapping):
+        return {name: published(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [published(part) for part in value]
+    if not isinstance(value, str) or not value.startswith(("/", "~")):
+        return value
+    place, *name = value.partition(":")
+    path = Path(place).expanduser()
+    try:
+        known = path.parent.is_dir()
+    except OSError:  # too long for a name
+        known = False
+    of_root = path.parent == path.parent.parent  # such as /think, which is no path
+    return "".join((path.name, *name)) if known and not of_root else value
 
 
 def _until_checkpoint(run: RunSummary, link: str) -> RunSummary:

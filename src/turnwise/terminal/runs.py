@@ -10,7 +10,6 @@ import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +23,9 @@ from turnwise.record.summary import (
     RunSummary,
     changed_from_defaults,
     differing_options,
+    groups_over_seeds,
     lower_is_better,
+    over_seeds,
 )
 
 # one run
@@ -136,6 +137,12 @@ def known_metrics(runs: Sequence[RunSummary], wanted: Sequence[str]) -> list[str
     return [name for name in usual if any(name in run.metrics for run in runs)]
 
 
+def _columns_for(runs: Sequence[RunSummary], wanted: Sequence[str], by: str | None) -> list[str]:
+    """`known_metrics`, and the metric that the table is sorted by."""
+    names, name = known_metrics(runs, wanted), (by or "").removesuffix(".best")
+    return [*names, name] if name not in names and any(name in run.metrics for run in runs) else names
+
+
 def run_records(
     runs: Sequence[RunSummary], *, metrics: Sequence[str] = (), by: str | None = None
 ) -> list[dict[str, Any]]:
@@ -145,7 +152,7 @@ def run_records(
     `by` is the column to sort by: metrics from the best value, others from the smallest; runs without a value are last. Raises
     RunError if there is no such column or metric.
     """
-    names, options = known_metrics(runs, metrics), differing_options(runs)
+    names, options = _columns_for(runs, metrics, by), differing_options(runs)
     records = [_record(run, names, options) for run in runs]
     if by is None:
         return records
@@ -154,8 +161,12 @@ def run_records(
 
 def _sorted(records: list[dict[str, Any]], metrics: Sequence[str], by: str) -> list[dict[str, Any]]:
     columns = list(records[0]) if records else []
+    if by not in columns and len(ends := [name for name in columns if name.endswith(f".{by}")]) == 1:
+        by = ends[0]  # as it heads its column
     if by not in columns:
-        raise RunError(f"--sort={by} is not a column of the table; the columns are: {', '.join(columns)}")
+        raise RunError(
+            f"--sort={by} is neither a metric of these runs nor a column of the table; the columns are: {', '.join(columns)}"
+        )
     metric = by.removesuffix(".best")
     descending = metric in metrics and not lower_is_better(metric)
 
@@ -177,21 +188,13 @@ def seed_records(
     None where a run lacks the metric, and for the deviation of one run. `by` and errors as in `run_records`. Empty if no run has
     finished.
     """
-    names, options = known_metrics(runs, metrics), [name for name in differing_options(runs) if name != "seed"]
-    groups: dict[str, list[RunSummary]] = {}
-    for run in runs:
-        if run.state == "finished":
-            key = json.dumps([run.kind, *(run.options.get(name) for name in options)], default=str)
-            groups.setdefault(key, []).append(run)
+    names, options = _columns_for(runs, metrics, by), [name for name in differing_options(runs) if name != "seed"]
     records: list[dict[str, Any]] = []
-    for group in groups.values():
+    for group in groups_over_seeds(runs, options):
         record: dict[str, Any] = {"runs": len(group), "seeds": [run.options.get("seed") for run in group]}
         record |= {name: group[0].options.get(name) for name in options}
         for name in names:
-            values = [run.metrics[name].last for run in group if name in run.metrics]
-            complete = len(values) == len(group)
-            record[name] = mean(values) if complete else None
-            record[f"{name}.std"] = stdev(values) if complete and len(values) > 1 else None
+            record[name], record[f"{name}.std"] = over_seeds(group, name)
         records.append(record)
     return records if by is None or not records else _sorted(records, names, by)
 

@@ -6,6 +6,7 @@ the speed of its steps, and the curve of the loss.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise import types
-from turnwise.errors import counted
+from turnwise.errors import RunError, counted
 from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.summary import held_out_change
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import Activity, Report
+from turnwise.terminal.runs import change_line
 from turnwise.terminal.tables import evaluations_table, number, sparkline
 
 # pictures
@@ -121,8 +124,8 @@ class TrainReport(Report):
         self._rewards: list[float] = []
         self._example: types.Trajectory | None = None
 
-    def begin(self, config: Config, *, done: int, notes: Sequence[str]) -> None:
-        """Print what begins; `done` steps are finished already."""
+    def begin(self, config: Config, *, done: int, notes: Sequence[str], evaluates: bool = False) -> None:
+        """Print what begins; `done` steps are finished already. `evaluates`: an evaluation comes first."""
         options = config.train
         self.start(
             f"training {config.model.path}: {counted(options.total_steps, 'step')} of {counted(options.batch_size, 'row')} x "
@@ -130,6 +133,9 @@ class TrainReport(Report):
             steps=options.total_steps,
             done=done,
             notes=notes,
+            output=config.output,
+            section="train",
+            evaluates=evaluates,
         )
 
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
@@ -158,6 +164,10 @@ class TrainReport(Report):
         self.console.print(f"reward {sparkline(rewards)}")
         if len(evaluations) > 1:
             self.console.print(evaluations_table(evaluations))
+            # the run has ended well; `turnwise show` says what is wrong with its record
+            with contextlib.suppress(RunError):
+                if (change := held_out_change(directory.path)) is not None:
+                    self.console.print(change_line(change))
         if self._example is not None:
             self.print_line("one of the best conversations of the last evaluation:")
             self.console.print(conversation(self._example))
@@ -196,8 +206,10 @@ class SftReport(Report):
     def __init__(self, console: Console, activity: Activity | None = None) -> None:
         super().__init__(console, activity, label="fine-tuning")
 
-    def begin(self, config: Config, *, rows: int, steps: int, done: int, notes: Sequence[str]) -> None:
-        """Print what begins; `done` of the `steps` are finished already."""
+    def begin(
+        self, config: Config, *, rows: int, steps: int, done: int, notes: Sequence[str], evaluates: bool = False
+    ) -> None:
+        """Print what begins; `done` of the `steps` are finished already. `evaluates`: an evaluation comes first."""
         options = config.sft
         self.start(
             f"fine-tuning {config.model.path} on {counted(rows, 'conversation')}: {counted(steps, 'step')} of "
@@ -205,6 +217,9 @@ class SftReport(Report):
             steps=steps,
             done=done,
             notes=notes,
+            output=config.output,
+            section="sft",
+            evaluates=evaluates,
         )
         if done == steps:
             self.print_line("all steps are finished already; for more steps raise sft.steps or sft.epochs")

@@ -213,8 +213,8 @@ class Learner(Protocol):
         ...
 
     def free_memory(self) -> None:
-        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks that are kept.
-        For an engine on the same device."""
+        """Give back the memory of devices that nothing needs before the next update: gradients, freed blocks that are kept, and
+        with `optimizer.offload=sampling` what only optimizer steps need. For an engine on the same device."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -300,6 +300,10 @@ class Critic(Protocol):
         If `cancellable` is true and the call is cancelled before the first optimizer step, the weights are unchanged. Otherwise
         a cancellation takes effect after the last optimizer step. The callbacks are those of `Learner.update`.
         """
+        ...
+
+    def free_memory(self) -> None:
+        """See `Learner.free_memory`."""
         ...
 
     def save(self, folder: Path) -> None:

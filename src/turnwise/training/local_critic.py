@@ -79,7 +79,7 @@ class LocalCritic(CriticBase):
             list(trained_parameters(model, self._head).values()), optimizer or OptimizationSection()
         )
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
-        self.bound: MicroBatchBound = MicroBatchBound(model.device, free=self._free_memory)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.bound: MicroBatchBound = MicroBatchBound(model.device, free=self.free_memory)  # pyright: ignore[reportIncompatibleVariableOverride]
         self._requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
@@ -90,8 +90,8 @@ class LocalCritic(CriticBase):
     def requirements(self) -> PackingRequirements:
         return replace(self._requirements, most_tokens=self.bound.tokens)
 
-    def _free_memory(self) -> None:
-        self._optimizer.zero_grad()
+    def free_memory(self) -> None:
+        self._optimizer.leave()
         free_device_blocks()
 
     def measure(

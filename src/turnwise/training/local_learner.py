@@ -301,7 +301,7 @@ class LocalLearner(LearnerBase):
         return Writers(functools.partial(save_model, self._model, weights=copied_to_cpu(saved_weights(self._model))))
 
     def free_memory(self) -> None:
-        self._optimizer.zero_grad()
+        self._optimizer.leave()
         free_device_blocks()
 
     def state(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Invariant: the division into micro-batches never changes the result (`batch.py`)
 so from the start. The bound holds for the rest of the run, and is in its checkpoints.
 
 Knows micro-batches and torch's error. Does not know models, losses or optimizers. Not for several ranks, whose passes wait for
-each other.
+each other (`sharded/remembered_bound.py`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ The arithmetic is float32. Parameters of lower precision would lose small steps 
 (master weights). `optimizer.master_weights` has ways that need less memory. Gradients have the type of their parameters, in which
 a sum of many micro-batches is rounded as often; with `optimizer.grad_accum_dtype` they are added up in float32.
 
+With `optimizer.offload=sampling`, what only steps need is on the GPU between the first step of an update and its end: `leave`
+moves it to the host, and the next step takes it back (`come_back`).
+
 Parameters may be divided among ranks. A step then changes the parts of this rank only, which are ordinary tensors
 (`Parts.local`): what changes each value by itself (AdamW, rounding, copies on the CPU) does the same with parts.
 """
@@ -13,16 +16,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
 from turnwise.library_messages import silence_libraries
 from turnwise.models.allocator import long_lived, no_gradient
-from turnwise.models.transfer import copied, to_host
+from turnwise.models.transfer import HostMemory, copied, to_host
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 
 __all__ = ["MOMENTS", "Optimizer", "Parts", "moments_of", "norms_of"]
@@ -51,6 +54,10 @@ class Parts(Protocol):
         """The norm of all complete gradients together, computed in float32; the same number on all ranks."""
         ...
 
+    def add_in_float32(self, parameter: torch.Tensor) -> None:
+        """Let the backward passes add the gradients of a parameter up in float32."""
+        ...
+
 
 class _Undivided:
     """Parameters that are not divided."""
@@ -63,6 +70,9 @@ class _Undivided:
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
+
+    def add_in_float32(self, parameter: torch.Tensor) -> None:
+        parameter.grad_dtype = torch.float32
 
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -87,10 +97,10 @@ class Optimizer:
     ) -> None:
         _refuse_without_effect(parameters, options.optimizer)
         self.parameters = list(parameters)
+        self._parts = parts or _Undivided()
         if options.optimizer.grad_accum_dtype == "float32":
             for parameter in self.parameters:
-                parameter.grad_dtype = torch.float32  # the backward pass adds to a gradient of this type
-        self._parts = parts or _Undivided()
+                self._parts.add_in_float32(parameter)
         self._own = [self._parts.local(parameter) for parameter in self.parameters]
         self.masters = _masters(self._own, options)
         """The float32 tensors that the steps change: the parameters (or this rank's parts of them) themselves, or copies. Without
@@ -108,6 +118,9 @@ class Optimizer:
             [torch.zeros_like(own) for own in self._own] if options.optimizer.master_weights == "kahan" else []
         )
         """What `kahan` remembers of the rounding of each parameter; empty otherwise."""
+        self._host = HostMemory()
+        self.away = False
+        """Whether what only steps need has left the device."""
 
     @property
     def steps(self) -> int:
@@ -118,6 +131,45 @@ class Optimizer:
         """Forget the gradients."""
         for tensor in (*self.masters, *self._own, *self.parameters):
             tensor.grad = None
+
+    def leave(self) -> None:
+        """Forget the gradients, and with `optimizer.offload=sampling` move to the host what only steps need: the state of the
+        optimizer, copies of parameters, and what `kahan` remembers. What is saved and computed stays the same.
+
+        Raises RunError if the host has not so much memory.
+        """
+        self.zero_grad()
+        if self.away or self._options.optimizer.offload != "sampling":
+            return
+        try:
+            self._move(self._host.store)
+        except RuntimeError as error:
+            raise RunError(
+                f"optimizer.offload=sampling: the machine has no pinned memory for the optimizer's state and the master weights "
+                f"of {self.numel:,} parameters ({error}): remove it, or set optimizer.name=adamw_8bit or model.lora.rank"
+            ) from error
+        self.away = True
+
+    def come_back(self) -> None:
+        """Take back what has left."""
+        if self.away:
+            device = self._own[0].device
+            self._move(lambda tensors: [tensor.to(device, non_blocking=True) for tensor in tensors])
+            self.away = False
+
+    def _move(self, move: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Replace what only steps need by what `move` makes of it. Single numbers stay where they are."""
+        states = [self._optimizer.state.pop(master, {}) for master in self.masters]
+        found = [*(self.masters if self.keeps_copies else ()), *self.errors]
+        found += [one for state in states for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
+        distinct = list({id(one): one for one in found}.values())  # parameters share the codes of 8 bits
+        moved = dict(zip(map(id, distinct), move(distinct), strict=True))
+        self.masters = [moved.get(id(master), master) for master in self.masters]
+        self.errors = [moved[id(error)] for error in self.errors]
+        self._optimizer.param_groups[0]["params"] = list(self.masters)
+        for master, state in zip(self.masters, states, strict=True):
+            if state:
+                self._optimizer.state[master] = {name: moved.get(id(one), one) for name, one in state.items()}
 
     def tell_rounded_sums(self, micro_batches: int) -> None:
         """Log, once, that a sum of so many gradients loses much in the type of the parameters."""
@@ -160,8 +212,10 @@ class Optimizer:
             _log.warning(
                 "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", number
             )
+            self.zero_grad()  # as after other steps: nothing else uses them, and an engine may need their memory
             return number
         self._steps += 1
+        self.come_back()
         # the first step allocates the optimizer's state
         with long_lived() if self._steps == 1 else contextlib.nullcontext():
             self._step(norm_here if self.masters[0].device.type == "cpu" else norm)
@@ -256,6 +310,7 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, with this optimizer's own configuration. With 8 bits, the state of a parameter may
         also be that of `moments`."""
+        self.come_back()
         # The groups of the state with the own options, which loading would replace. It also asks them where AdamW's number of
         # steps belongs: on the GPU if the step is fused. A state of a CPU, or of several ranks, does not say so.
         saved = state["optimizer"]
@@ -291,8 +346,10 @@ def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], optimizer: 
             f"optimizer.grad_accum_dtype={optimizer.grad_accum_dtype} has no effect, because all trained weights are float32: "
             f"remove it"
         )
-    if optimizer.offload == "cpu" and parameters[0].device.type == "cpu":
-        raise ConfigError("optimizer.offload=cpu has no effect, because the model is on the CPU: remove it")
+    if optimizer.offload != "none" and parameters[0].device.type == "cpu":
+        raise ConfigError(
+            f"optimizer.offload={optimizer.offload} has no effect, because the model is on the CPU: remove it"
+        )
     if optimizer.offload == "cpu" and optimizer.master_weights != "float32":
         raise ConfigError(
             f"optimizer.offload=cpu keeps float32 master weights in the CPU's memory, and the recipe has "

@@ -39,6 +39,8 @@ class ShardOptions:
     router_replay: bool = False
     folder: Path | None = None
     """A directory that all ranks share, because each writes its part of a checkpoint below it. None: no checkpoint is written."""
+    run: Path | None = None
+    """The directory of the run, in which the ranks remember that their memory ran out. None: they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +56,5 @@ class CriticOptions:
     """The directory of a saved value head. None: the head starts with zeros."""
     share_prompts: str = "auto"
     autocast: bool = False
+    run: Path | None = None
+    """See `ShardOptions`."""

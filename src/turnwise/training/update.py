@@ -265,7 +265,7 @@ class UpdateLoop(ABC, Generic[M, S]):
     """What a learner and a critic have in common: gradients of batches, and optimizer steps. Both methods block."""
 
     bound: MicroBatchBound | None = None
-    """What divides micro-batches for which memory does not suffice; None on several ranks, where it is an error."""
+    """What divides micro-batches for which memory does not suffice; None on several ranks, which start again."""
 
     @abstractmethod
     def accumulate(self, micro_batches: Sequence[M], on_micro_batch: Report, stop: StopFlag) -> S:

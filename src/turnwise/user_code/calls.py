@@ -203,7 +203,7 @@ class LoopWatch:
             signal.pthread_kill(self._loop_thread, _INTERRUPT)
         if seconds >= BLOCKED / 2 and (not self._line_of(stretch) or seconds >= STUCK):
             frame = sys._current_frames().get(self._loop_thread)
-            if frame is not None and self._running is stretch:
+            if frame is not None and self._running is stretch and not _starts_thread(frame):
                 self._seen = (stretch, _line(frame))
         if seconds >= STUCK:
             self._report(stretch, seconds, still=True)
@@ -241,13 +241,21 @@ class LoopWatch:
         )
 
 
+def _starts_thread(frame: FrameType | None) -> bool:
+    """Whether a call waits for the system to run a new thread, which takes long on a busy machine only."""
+    return any(one.f_code is threading.Thread.start.__code__ for one in _outward(frame))
+
+
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Whether a `__del__` runs, of whichever object is freed at this moment: Python prints what it raises, and goes on."""
+    return any(one.f_code.co_name == "__del__" for one in _outward(frame))
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 NO_ASYNC = "write `def` instead of `async def`"

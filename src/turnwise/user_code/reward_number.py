@@ -54,7 +54,12 @@ def reward_number(value: Any, source: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         kind = type(value).__name__
-        raise TypeError(f"{source} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None
+        parts = (
+            ". Write a function for each part: each has a name and a weight"
+            if isinstance(value, dict)
+            else f": {error}"
+        )
+        raise TypeError(f"{source} gave {value!r:.80} ({kind}); a reward must be one number{parts}") from None
 
 
 def added(rewards: Iterable[float | None]) -> float | None:

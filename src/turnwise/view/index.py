@@ -467,9 +467,12 @@ def _turn_rewards(record: Mapping[str, Any]) -> str:
 
 
 def _calls(record: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """The values of `CALLS` of each tool call. A call that could not be parsed is `malformed`, and may have no name."""
+    """The values of `CALLS` of each tool call. A call that could not be parsed is `malformed`, and may have no name. In a turn
+    that a limit cut, calls are not made."""
     for turn in _objects(record.get("turns")):
         for call in _objects(turn.get("tool_calls")):
+            if turn.get("finish_reason") == "length" and call.get("content") is None:
+                continue
             told = call.get("parse_error") or call.get("content")
             error = call.get("error") or ("malformed" if call.get("parse_error") is not None else None)
             message = None if error is None else _excerpt(told if isinstance(told, str) else "")

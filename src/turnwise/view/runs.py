@@ -20,6 +20,7 @@ from typing import IO, Any
 from turnwise.errors import RunError
 from turnwise.record.datasets import sft_rows
 from turnwise.record.evaluation import read_results
+from turnwise.record.failures import group_failures
 from turnwise.record.labels import Label, LabelChanged, read_labels, write_label
 from turnwise.record.lines import existing_file, line_checksum
 from turnwise.record.metric_names import metric_of
@@ -28,9 +29,10 @@ from turnwise.record.summary import (
     RunSummary,
     changed_from_defaults,
     differing_options,
-    group_failures,
+    groups_over_seeds,
     held_out_change,
     may_be_run,
+    over_seeds,
     summarize_run,
 )
 from turnwise.record.trajectory_json import decode_trajectory
@@ -423,9 +425,11 @@ def state_of(about: RunSummary) -> dict[str, Any]:
 
 def side_by_side(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     """All runs: state, last and best values of their metrics, and the options in which they differ. A run that cannot be read has
-    the key `problem`."""
+    the key `problem`. `seeds` has the groups of finished runs that differ in the seed only, and for each metric the mean and the
+    standard deviation of their last values."""
     rows: list[dict[str, Any]] = []
     summaries: list[RunSummary] = []
+    numbers: dict[Path, int] = {}
     for number, run in enumerate(runs):
         try:
             about = summarize_run(run.path)
@@ -433,6 +437,7 @@ def side_by_side(runs: Sequence[ViewedRun]) -> dict[str, Any]:
             rows.append({"run": number, "problem": str(error)})
             continue
         summaries.append(about)
+        numbers[about.path] = number
         values = {}
         for name, value in about.metrics.items():
             best, step = value.best(name)
@@ -449,7 +454,16 @@ def side_by_side(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     names = differing_options(summaries) if len(summaries) > 1 else []
     for row in rows:
         row["options"] = {name: row["options"][name] for name in names if name in row.get("options", ())}
-    return {"options": names, "rows": rows}
+    seeds = [
+        {
+            "runs": [numbers[run.path] for run in group],
+            "values": {
+                name: over_seeds(group, name) for name in dict.fromkeys(name for run in group for name in run.metrics)
+            },
+        }
+        for group in groups_over_seeds(summaries, names)
+    ]
+    return {"options": names, "rows": rows, "seeds": seeds}
 
 
 # evaluations

@@ -468,6 +468,7 @@ def docker_calls(folder: Path, name: str) -> list[list[str]]:
     return [call for call in calls if call[0] == name]
 
 
+@pytest.mark.slow
 def test_with_docker_each_conversation_has_a_container_which_is_removed(docker: Path, tmp_path: Path) -> None:
     dockerfile = "FROM nvidia/cuda:12\nRUN apt-get update\n"  # not for the jail
     toml = "[environment]\nnetwork_mode = 'no-network'\nmemory_mb = 512\nenv = {KEY = 'secret', HOME = '/app'}\n"
@@ -521,6 +522,7 @@ def test_tests_run_as_their_user_and_what_is_around_them_as_root(docker: Path, t
     assert users == [["--user=ann"], ["--user=0"], ["--user=0"], [], ["--user=0"]]
 
 
+@pytest.mark.slow
 def test_tasks_share_the_threads_of_their_containers_and_an_image_that_fails_is_built_once(
     docker: Path, tmp_path: Path
 ) -> None:

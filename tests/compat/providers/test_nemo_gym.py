@@ -9,7 +9,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,21 +288,45 @@ def text_of(items: list[Item]) -> str:
     )
 
 
-def own_rewards(python: str, kind: str, url: str, plays: list[tuple[Row, list[list[Item]]]]) -> list[float]:
-    """The rewards of an agent of the package, whose model says these turns."""
-    lines = "".join(json.dumps({"row": dict(row.fields), "turns": turns}) + "\n" for row, turns in plays)
-    own = subprocess.run(
-        [python, str(AGENTS), kind, url], input=lines, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert own.returncode == 0, own.stderr[-2000:]
-    rewards = [json.loads(line)["reward"] for line in own.stdout.splitlines() if line.startswith('{"reward"')]
-    assert len(rewards) == len(plays)
-    return rewards
+Plays = list[tuple[Row, list[list[Item]]]]
+OwnRewards = Callable[[str, str, Plays], list[float]]
+
+
+@pytest.fixture(scope="module")
+def own_rewards(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRewards]:
+    """The rewards of agents of the package, whose model says these turns: of a kind, on the server at a URL."""
+    errors = tmp_path_factory.mktemp("agents") / "errors.txt"
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(
+            [python, str(AGENTS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+        ) as agents,
+    ):
+        asked, told = agents.stdin, agents.stdout
+        assert asked is not None
+        assert told is not None
+
+        def rewards(kind: str, url: str, plays: Plays) -> list[float]:
+            found: list[float] = []
+            for row, turns in plays:
+                asked.write(json.dumps({"kind": kind, "url": url, "row": dict(row.fields), "turns": turns}) + "\n")
+                asked.flush()
+                line = next((line for line in told if line.startswith('{"reward"')), None)
+                assert line is not None, errors.read_text()[-2000:]
+                found.append(json.loads(line)["reward"])
+            return found
+
+        try:
+            yield rewards
+        finally:
+            agents.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", list(dict.fromkeys(name for name, _, _ in PLAYED)))
-def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(python: str, server: str) -> None:
+def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(
+    python: str, own_rewards: OwnRewards, server: str
+) -> None:
     config = recipe(server, python=python)
     row = assembly.rows(config, limit=1)[0]
     environments = assembly.environment_factory(config)
@@ -312,7 +336,7 @@ def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(pytho
         url, kind = asyncio.run(source.place())
         process = running(source).process
         chosen = [turns for name, its, turns in PLAYED if name == server and its == kind]
-        expected = own_rewards(python, kind, url, [(row, turns) for turns in chosen])
+        expected = own_rewards(kind, url, [(row, turns) for turns in chosen])
         for turns, reward in zip(chosen, expected, strict=True):
             together = hold_all(Says(*map(text_of, turns)), environments, row=row, limits=LIMITS, size=3)
             for one in together:
@@ -368,7 +392,9 @@ ONCE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", list(dict.fromkeys(name for name, _ in ONCE)))
-def test_without_calls_the_reward_is_that_of_its_agent_that_executes_none(python: str, server: str) -> None:
+def test_without_calls_the_reward_is_that_of_its_agent_that_executes_none(
+    python: str, own_rewards: OwnRewards, server: str
+) -> None:
     config = recipe(server, python=python, execute_calls=False)
     row = assembly.rows(config, limit=1)[0]
     environments = assembly.environment_factory(config)
@@ -377,7 +403,7 @@ def test_without_calls_the_reward_is_that_of_its_agent_that_executes_none(python
     try:
         url, _ = asyncio.run(source.place())
         turns = [items for name, items in ONCE if name == server]
-        rewards = own_rewards(python, "once", url, [(row, [items]) for items in turns])
+        rewards = own_rewards("once", url, [(row, [items]) for items in turns])
         for items, reward in zip(turns, rewards, strict=True):
             one = hold(Says(text_of(items), "?"), environments, row=row, limits=LIMITS)
             assert one.error is None, one.error

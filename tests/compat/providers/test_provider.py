@@ -133,6 +133,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
         environment_target("mars:crater")
 
 
+@pytest.mark.slow
 def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["envs"]) == 0
     listed = capsys.readouterr().out.splitlines()

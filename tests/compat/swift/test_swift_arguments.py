@@ -605,6 +605,12 @@ def test_what_is_off_is_converted_as_off() -> None:
     )
 
 
+@pytest.mark.parametrize(("given", "kernels"), [("true", "liger"), ("false", "auto")])
+def test_fused_kernels_are_converted(given: str, kernels: str) -> None:
+    found = converted(f"{FULL} --use_liger_kernel {given}")
+    assert (valid(found).model.kernels, left(found)) == (kernels, {})
+
+
 def test_the_options_of_experts_are_converted() -> None:
     config = valid(converted(f"{FULL} --router_replay_mode R3 --router_aux_loss_coef 0.01"))
     assert (config.model.router_replay, config.loss.router_aux_loss_coef) == (True, 0.01)

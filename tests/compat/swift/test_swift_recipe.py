@@ -52,6 +52,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_root")
 def test_the_recipe_takes_two_steps_with_the_plugin_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -134,7 +135,7 @@ def test_a_column_that_a_reward_function_needs_and_the_data_have_not_is_said(
     rows.write_text('{"messages": [{"role": "user", "content": "2 + 3"}], "answer": "5"}\n' * 4)
     given = f"--model M --dataset {rows} --max_steps 1 --reward_funcs accuracy --num_generations 2"
     words = ["convert", "--from", "swift", "--", *given.split()]
-    assert main(words) == 0
+    assert main(words) == 1
     told = capsys.readouterr().out.splitlines()[0]
     assert told.startswith(
         "# DOES NOT WORK HERE: the reward function 'accuracy' has the parameter 'solution', which is neither"

@@ -241,6 +241,7 @@ def test_accuracy_is_what_math_verify_finds(said: str, solution: str, right: flo
     assert MathAccuracy()([said], solution=[solution]) == [right]
 
 
+@pytest.mark.slow
 def test_accuracy_works_in_another_thread_and_does_not_block_the_event_loop() -> None:
     """A run that `turnwise.api` starts in a notebook is in another thread than the main thread."""
 
@@ -275,6 +276,7 @@ def worker_that(folder: Path, *, on: str, does: str) -> Path:
     return program
 
 
+@pytest.mark.slow
 def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_comparison(tmp_path: Path) -> None:
     process = MathProcess(worker_that(tmp_path, on="hard", does="import time; time.sleep(60)"), limit=60.0)
     assert process.agree("\\boxed{4}", "4") == 1.0

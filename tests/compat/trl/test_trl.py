@@ -623,6 +623,27 @@ def test_an_instance_is_lent_to_one_conversation_until_it_is_scored() -> None:
     assert score(lambda environments, **kwargs: [one.total for one in environments], first)[0]["f"] == 3.0
 
 
+def test_a_function_of_texts_gets_texts_or_says_how() -> None:
+    def short(prompts: list[str], completions: list[str]) -> list[float]:
+        return [
+            float(len(prompt.strip()) + len(text.strip())) for prompt, text in zip(prompts, completions, strict=True)
+        ]
+
+    async def waits(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text.strip())) for text in completions]
+
+    (one,) = hold_all(Says("Yes."), row=a_row())
+    assert TrlReward(short, texts=True)([one]) == [len(str(one.row.messages[-1]["content"])) + 4.0]
+    for function in (short, waits):
+        (one,) = hold_all(Says("Yes."), row=a_row())
+        group = Group(id="1", row=one.row, trajectories=[one])
+        asyncio.run(Scorer(groups=[GroupReward("f", TrlReward(function))]).score([group]))
+        assert one.error is not None
+        assert "'list' object has no attribute 'strip'" in one.error.message
+        assert "For a function of texts, set texts: true in its arguments" in one.error.message
+
+
 def test_none_and_nan_do_not_apply_and_async_functions_are_awaited() -> None:
     async def judge(prompts: Any, completions: Any, answer: Any) -> list[float | None]:
         await asyncio.sleep(0)

@@ -377,7 +377,7 @@ def test_a_script_s_modules_are_found_beside_it_and_the_columns_of_its_rewards_a
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": [{"role": "user", "content": "2 + 3"}], "solution": "5"}\n' * 4)
     words = ["convert", "--from", "trl", "scripts/grpo.py"]
-    assert main(words) == 0
+    assert main(words) == 1
     told = capsys.readouterr().out
     assert "function: scripts/beside_rewards.py:exact" in told
     assert (
@@ -476,6 +476,32 @@ def test_words_replace_what_the_file_says(tmp_path: Path) -> None:
     assert report.recipe["train"]["lr"] == 3e-6
 
 
+@pytest.mark.parametrize(("given", "kernels"), [(True, "liger"), (False, None)])
+def test_fused_kernels_are_converted(given: bool, kernels: str | None) -> None:
+    report = from_trl_arguments({"model_name_or_path": "m", "dataset_name": "d", "use_liger_kernel": given})
+    assert report.recipe["model"].get("kernels") == kernels
+    assert unsaid(report, {"use_liger_kernel": given}) == set()
+    assert report.unsupported == from_trl_arguments({"model_name_or_path": "m", "dataset_name": "d"}).unsupported
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"activation_checkpointing": False},
+        {"activation_checkpointing": None, "gradient_checkpointing": False},
+        {"activation_checkpointing": False, "gradient_checkpointing": False},
+    ],
+)
+def test_the_name_of_checkpointing_since_transformers_5_24_is_known(given: dict[str, Any]) -> None:
+    report = from_trl_arguments({"model_name_or_path": "m", "dataset_name": "d", **given})
+    assert not report.recipe["model"].get("gradient_checkpointing", False)  # TRL's default is true
+    assert unsaid(report, given) == set()
+    assert report.unsupported == from_trl_arguments({"model_name_or_path": "m", "dataset_name": "d"}).unsupported
+
+
+# transformers 5.24 says so of TRL's own configuration
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["GRPOConfig", "DistillationConfig", "ServerDistillationConfig", "GKDConfig"])
 def test_each_argument_of_the_installed_trl_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -595,8 +621,95 @@ def test_rewards_and_rows_of_a_script_become_entries(tmp_path: Path, monkeypatch
         "my_lib.rewards:exact",
     ]
     assert [entry.get("weight", 1) for entry in entries] == [1, 2, 1]
-    assert any("copy this function, with what it uses, into my_rewards.py" in str(one) for one in report.assumptions)
+    assert any(
+        "--out copies this function, with what it uses, into my_rewards.py" in str(one) for one in report.assumptions
+    )
     assert not any(one.key in ("reward_funcs", "dataset_name") for one in report.refused())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"), [("What is 6 * 7?", {"texts": True}), ([{"role": "user", "content": "What is 6 * 7?"}], {})]
+)
+def test_functions_get_texts_if_the_prompts_of_the_data_are_texts(
+    prompt: Any, texts: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/q.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "42"}))
+    script = REWARDS.replace(
+        'load_dataset("openai/gsm8k", split="train")', 'load_dataset("json", data_files="mine/q.jsonl", split="train")'
+    )
+    Path("mine/train.py").write_text(script.format(main=TRAINER.format(data="dataset")))
+    report = from_trl_arguments(["mine/train.py"])
+    assert report.recipe["data"]["train"] == "mine/q.jsonl"
+    assert [entry["arguments"] for entry in report.recipe["reward"]["batch"]] == [
+        {"function": "mine/my_rewards.py:short", **texts},  # beside the script
+        {"function": "trl.rewards:think_format_reward"},  # for messages only
+        {"function": "my_lib.rewards:exact", **texts},
+    ]
+    assert any(
+        "--out copies this function, with what it uses, into mine/my_rewards.py" in str(one)
+        for one in report.assumptions
+    )
+
+
+FLAT = """from __future__ import annotations
+
+import math, re
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+NUMBER = re.compile(r"-?\\d+")
+unused = math.pi
+
+
+def numbers(text: str) -> list[str]:
+    return NUMBER.findall(text)
+
+
+@staticmethod
+def last(completions, answer, **kwargs):
+    return [float(numbers(text)[-1:] == [right]) for text, right in zip(completions, answer)]
+
+
+def by_trainer(completions, **kwargs):
+    return [float(trainer.state.global_step) for _ in completions]
+
+
+dataset = load_dataset("json", data_files="q.jsonl", split="train")
+trainer = GRPOTrainer(model="m", reward_funcs=[last], args=GRPOConfig(max_steps=2), train_dataset=dataset)
+trainer.train()
+"""
+
+
+def test_functions_of_a_script_that_trains_are_written_with_what_they_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.jsonl").write_text('{"prompt": "6 * 7?", "answer": "42"}\n')
+    Path("flat.py").write_text(FLAT)
+    words = ["convert", "--from", "trl", "flat.py"]
+    assert main(words) == 1  # the recipe was printed, and names a file that only --out writes
+    assert not Path("my_rewards.py").exists()
+    assert main([*words, "--out", "recipe.yaml"]) == 0
+    assert "DOES NOT WORK HERE" not in capsys.readouterr().err
+    written = Path("my_rewards.py").read_text()
+    kept = ("import math, re", "NUMBER = re", "def numbers(", "@staticmethod\ndef last(")
+    assert [name for name in kept if name not in written] == []
+    assert written.startswith("from __future__ import annotations\n")
+    assert not [name for name in ("datasets", "trl", "unused", "by_trainer", "trainer") if name in written]
+    found: dict[str, Any] = {}
+    exec(written, found)
+    assert found["last"](["It is 42", "It is 41", "?"], ["42", "42", "42"]) == [1.0, 0.0, 0.0]
+    Path("my_rewards.py").write_text("def last(completions):\n    return []\n")
+    report = from_trl_arguments(["flat.py"])
+    assert any("my_rewards.py must have this function, and is left as it is" in str(one) for one in report.assumptions)
+    assert report.files == {}
+    Path("my_rewards.py").unlink()
+    Path("flat.py").write_text(FLAT.replace("reward_funcs=[last]", "reward_funcs=[by_trainer]"))
+    report = from_trl_arguments(["flat.py"])  # a copy would train when it is imported
+    assert any("copy this function, with what it uses, into my_rewards.py" in str(one) for one in report.assumptions)
+    assert report.files == {}
 
 
 def test_a_script_that_may_be_imported_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_a_function_of_the_batch_needs_an_instance_for_each_conversation_of_the_
     assert all("as many instances as the step has conversations" in one for one in broke)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_conversations_of_later_steps_wait_for_instances_until_the_step_is_scored(
     model: Path, tmp_path: Path, max_staleness: int

@@ -605,6 +605,11 @@ def test_an_adapter_is_converted(grpo: list[str]) -> None:
     assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16.0, None)
     words = [f"{model}.lora_rank=8", f"{model}.lora_alpha=32", f"{model}.target_modules=[q_proj]"]
     found = whole(from_verl_arguments([*grpo, *words, f"{model}.enable_gradient_checkpointing=True"])).model
+    assert (plain.kernels, whole(from_verl_arguments([*grpo, f"{model}.use_liger=True"])).model.kernels) == (
+        "auto",
+        "liger",
+    )
+    assert whole(from_verl_arguments([*grpo, f"{model}.use_liger=False"])).model.kernels == "auto"
     assert (found.lora.alpha, found.lora.target_modules, found.gradient_checkpointing) == (32.0, ["q_proj"], True)
 
 
@@ -1097,6 +1102,12 @@ def test_numbers_of_gpus_and_how_fsdp_divides_a_model_are_carried(
         assert whole(found).cluster.launcher == cluster["launcher"]
 
 
+def test_the_optimizer_of_one_gpu_leaves_it_while_conversations_are_sampled(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "trainer.n_gpus_per_node=1", f"{ACTOR}.fsdp_config.optimizer_offload=True"])
+    assert whole(found).train.optimizer.offload == "sampling"
+    assert not [left for left in found.unsupported if left.key.endswith("optimizer_offload")]
+
+
 @pytest.mark.parametrize(
     ("keys", "engine"),
     [
@@ -1213,7 +1224,7 @@ def test_the_classes_that_the_recipe_names_are_tried(
     written(tmp_path / "interaction.yaml", {"interaction": [entry]})
     words = [*grpo, "actor_rollout_ref.rollout.multi_turn.interaction_config_path=interaction.yaml"]
     words += ["custom_reward_function.path=score.py"]
-    assert main(["convert", *words, "--out", "recipe.yaml"]) == 0
+    assert main(["convert", *words, "--out", "recipe.yaml"]) == 1
     told = " ".join(capsys.readouterr().out.split())
     assert "DOES NOT WORK HERE: environment.arguments.interactions='interaction.yaml'" in told
     assert "did you mean 'verl.interactions.gsm8k_interaction.Gsm8kInteraction'" in told

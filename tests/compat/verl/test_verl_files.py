@@ -474,7 +474,7 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     assert all(line.startswith("# ") for line in head)
     assert any("trainer.balance_batch" in line for line in head)
     assert main(command) == 1
-    assert "exists already: choose another file, or remove it" in capsys.readouterr().err
+    assert "exists already: choose another file with --out, or remove it" in capsys.readouterr().err
 
 
 def test_convert_prints_the_recipe_where_no_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:

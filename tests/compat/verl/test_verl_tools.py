@@ -385,6 +385,7 @@ async def held_with_a_server(made: Any) -> Any:
         await made.aclose()
 
 
+@pytest.mark.slow
 def test_tools_of_an_mcp_server_are_those_that_the_file_selects(tmp_path: Path) -> None:
     (tmp_path / "servers.json").write_text(json.dumps(MCP))
     entry = {

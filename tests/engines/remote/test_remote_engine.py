@@ -627,6 +627,7 @@ def test_the_replacement_of_a_killed_trainer_takes_over_its_server_at_once(tmp_p
     run(main())
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_killed_process_are_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -723,26 +724,17 @@ def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_trainer_gives_its_memory_back_before_the_servers_take_theirs(tmp_path: Path) -> None:
-    """On the same GPU, torch keeps the memory of the update, and a server that does not get its own dies."""
-
+def test_servers_that_sleep_wake_for_the_next_weights(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_servers() as (server,), engine_on([server], files=tmp_path, sleeps=True) as engine:
-
-            class Source(LocalLearner):
-                def free_memory(self) -> None:
-                    server.events.append("trainer frees")
-                    super().free_memory()
-                    assert all(parameter.grad is None for parameter in self.model.parameters())
-
-            publisher = engine.publisher(Source(tiny_model(), sampling=Sampling()))
+            publisher = engine.publisher(LocalLearner(tiny_model(), sampling=Sampling()))
             await publisher.begin(0)
             assert not publisher.asleep
             await publisher.before_update()
             assert publisher.asleep
             server.events.clear()
             await publisher.publish(1)
-            assert server.events[:4] == ["trainer frees", "wake weights", "pause", "load"]
+            assert server.events[:3] == ["wake weights", "pause", "load"]
             assert server.events.index("wake cache") < server.events.index("resume")
             assert not publisher.asleep
 

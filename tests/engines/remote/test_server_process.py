@@ -34,11 +34,12 @@ from turnwise.engines.remote.server_process import (
     devices_of_servers,
     python_path,
     start_advice,
+    visible_devices,
 )
 from turnwise.engines.remote.servers import Replica, Replicas
 from turnwise.errors import ConfigError, EngineError
 from turnwise.models.model_config import cpu_memory_gb, kv_token_bytes
-from turnwise.options.engines import VllmEngineSection
+from turnwise.options.engines import ClusterSection, VllmEngineSection, local_ranks
 
 # Server processes that turnwise starts: log, time limit, death, and their end with turnwise.
 
@@ -300,7 +301,10 @@ def test_the_shared_memory_of_a_server_is_removed_however_it_ends(tmp_path: Path
         ("ModuleNotFoundError: No module named 'vllm._C'", "not a build for"),
         ("RuntimeError: Failed to infer device type, please set the environment variable", "not a build for"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", "update the driver"),
-        ("ModuleNotFoundError: No module named 'vllm'", "Set engine.python"),
+        (
+            "ModuleNotFoundError: No module named 'vllm'",
+            "Set engine.python to the Python interpreter of an environment of its own",
+        ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "engine.memory_gb"),
         ("ValueError: ... Try increasing `gpu_memory_utilization` when initializing", "engine.memory_gb"),
         ("ValueError: no such model", ""),
@@ -545,6 +549,15 @@ def test_all_ranks_of_a_launcher_that_counts_the_devices_itself_are_left_out(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert trainer_gpus(checked(tree, source="test")) == [0, 1, 2]
     assert trainer_gpus(checked({**tree, "cluster": {"launcher": "ray", "trainers": 2}}, source="test")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [("", []), ("-1", []), ("NoDevFiles", ["NoDevFiles"]), ("2, GPU-a,-1,3", ["2", "GPU-a"])]
+)
+def test_devices_that_are_hidden_are_none(given: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_devices() == names
+    assert local_ranks(ClusterSection(launcher="local")) == (len(names) or 2)
 
 
 def test_a_server_is_no_training_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def led(engine: Says, function: Any, **table: Any) -> Trajectory:
     return trajectory
 
 
+@pytest.mark.slow
 def test_chat_completions_become_turns_with_tokens_and_log_probabilities() -> None:
     seen: list[Any] = []
 
@@ -287,6 +288,7 @@ def test_reasoning_is_sent_and_its_absence_in_the_next_request_changes_no_token(
 # A real agent library, unchanged: `openai-agents`, with the Responses API and with chat completions.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["responses", "chat completions"])
 def test_an_agent_of_openai_agents_with_a_tool(api: str) -> None:
     import openai

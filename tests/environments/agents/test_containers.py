@@ -212,6 +212,7 @@ def _until(condition: Any) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_containers_of_a_killed_process_are_removed_by_the_next_one_and_those_of_a_running_one_stay(
     docker: Path,
 ) -> None:

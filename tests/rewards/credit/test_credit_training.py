@@ -101,6 +101,7 @@ def split(trajectories: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dic
     return [one for one in trajectories if one not in greedy], by_group
 
 
+@pytest.mark.slow
 def test_remax_compares_with_one_greedy_conversation_of_each_group(
     recipe: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +395,7 @@ def test_groups_of_one_are_trained_on_with_the_values_of_their_rows(
     assert about["place"]["values"] == {"": tracker.written()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(recipe_spo: Path, tmp_path: Path) -> None:
     options = ["credit.whiten=true", "credit.half_life=0.5", "credit.rho_min=0.01"]
     whole, metrics, _ = train_run(recipe_spo, tmp_path / "whole", *options)

@@ -1,8 +1,9 @@
 """Plays rows with NeMo Gym's own agents, and prints their rewards: the model is a server that says what it is told to.
 
-    python nemo_gym_agents.py verify|step|once URL < JSON lines {"row": ..., "turns": [[items of the Responses API], ...]}
+    python nemo_gym_agents.py < JSON lines {"kind": "verify", "url": ..., "row": ..., "turns": [[items of the Responses API]]}
 
-Runs in the environment of NeMo Gym.
+`kind` is verify, step or once; `url` is that of a resources server. Runs in the environment of NeMo Gym, which takes seconds to
+import: one process serves all tests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import types
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -50,15 +52,14 @@ def model(turns: list[list[dict]]) -> FastAPI:
     return app
 
 
-async def main() -> None:
-    kind, url = sys.argv[1:]
+async def agent_of(kind: str, url: str, turns: list[list[dict]]) -> tuple[Any, Any]:
+    """An agent of a resources server, whose model says these turns, and the class of its requests."""
     module, name = NAMES[kind]
     agents = importlib.import_module(f"responses_api_agents.{module}.app")
     utils, config_types = (
         importlib.import_module("nemo_gym.server_utils"),
         importlib.import_module("nemo_gym.config_types"),
     )
-    turns: list[list[dict]] = []
     places = {
         "policy": ("responses_api_models", await serve(model(turns))),
         "env": ("resources_servers", urlsplit(url).port),
@@ -79,12 +80,15 @@ async def main() -> None:
     )
     agent = agent_class(config=config, server_client=client)
     client.global_config_dict["agent"]["responses_api_agents"]["agent"]["port"] = await serve(agent.setup_webserver())
-    request_class = getattr(agents, f"{name}RunRequest")
+    return agent, getattr(agents, f"{name}RunRequest")
 
+
+async def main() -> None:
+    utils = importlib.import_module("nemo_gym.server_utils")
     utils.set_global_aiohttp_client(utils.GlobalAIOHTTPAsyncClientConfig())
-    for line in sys.stdin:
+    while line := await asyncio.to_thread(sys.stdin.readline):
         one = json.loads(line)
-        turns[:] = one["turns"]
+        agent, request_class = await agent_of(one["kind"], one["url"], one["turns"])
         ended = await agent.run(types.SimpleNamespace(cookies={}), request_class.model_validate(one["row"]))
         print(json.dumps({"reward": ended.reward}), flush=True)
     os._exit(0)  # the servers run on

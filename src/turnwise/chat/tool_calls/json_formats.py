@@ -118,7 +118,7 @@ class JsonFormat(MarkedFormat):
         after = self._end_pattern.match(text, end)
         if after is None:
             follows = text[skip_space(text, end) :][:20]
-            raise MalformedCall(f"{follows!r} follows the JSON; write {self.closing_mark} there", end)
+            raise MalformedCall(f"{follows!r} follows the JSON; close the call there", end)
         return after.end()
 
     def _skip_malformed(self, text: str, begin: int, problem: MalformedCall, name: str = "") -> ParsedCalls:
@@ -427,7 +427,7 @@ class Harmony(ToolFormat):
             arguments = arguments_of(value)
             after = _AFTER.match(text, end)
             if after is None:
-                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON; write <|call|> there", end)
+                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON; close the call there", end)
             return well_formed_call(name, arguments, text[begin:end]), after.end()
         except MalformedCall as problem:
             first, last = _end(text, begin)

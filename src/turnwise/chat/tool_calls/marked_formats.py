@@ -170,11 +170,11 @@ class MarkedArguments(MarkedFormat):
         if closing is None:
             begin = skip_space(text, at)
             if begin >= limit:
-                raise MalformedCall(f"{self.closing_mark} is missing", limit)
+                raise MalformedCall("the end of the call is missing", limit)
             shown = min(begin + _SHOWN, limit)
             closing = self.end_pattern.search(text, begin, shown + len(self.closing_mark))
             other = text[begin : closing.start() if closing and closing.start() > begin else shown].rstrip()
-            raise MalformedCall(f"{other!r} is not an argument; write an argument or {self.closing_mark} there", at)
+            raise MalformedCall(f"{other!r} is not an argument; write an argument or close the call there", at)
         return arguments, closing.end()
 
     def _skip_malformed(
@@ -266,9 +266,7 @@ class _Gemma(MarkedFormat):
             if text.startswith(self.closing_mark, end):
                 return [well_formed_call(name, arguments, text[begin:at])], end + len(self.closing_mark)
             if end < len(text) and not self._opening.match(text, end):
-                raise MalformedCall(
-                    f"{text[end : end + 20]!r} follows the arguments; write {self.closing_mark} there", end
-                )
+                raise MalformedCall(f"{text[end : end + 20]!r} follows the arguments; close the call there", end)
             if at == head.end():
                 raise MalformedCall("the arguments are missing", at)
             return [well_formed_call(name, arguments, text[begin:at])], end

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.conversion import ConversionReport, convert_loggers
+from turnwise.compat.conversion import ConversionReport, convert_kernels, convert_loggers
 from turnwise.compat.swift.convert_teacher import TEACHER_ARGUMENTS, convert_gkd, convert_opd
 from turnwise.compat.swift.convert_training import (
     convert_batches,
@@ -47,10 +47,11 @@ _ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rs
 
 
 def convert_adapter(builder: SwiftRecipeBuilder) -> None:
-    """Set model.lora and model.gradient_checkpointing. Without `tuner_type`, ms-swift trains a LoRA adapter of rank 8."""
+    """Set model.lora, model.gradient_checkpointing and model.kernels. Without `tuner_type`, an adapter of rank 8 is trained."""
     checkpointing = builder.values.get("gradient_checkpointing")
     if checkpointing is not None:
         builder.set("model.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
+    convert_kernels(builder, "use_liger_kernel")
     _convert_experts(builder)
     _convert_quantization(builder)
     tuner = builder.value("tuner_type")
@@ -519,7 +520,8 @@ COMPUTED = (
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-    "report_to", "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
+    "report_to", "gradient_checkpointing", "use_liger_kernel",
+    "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
     *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS, *TEACHER_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""

@@ -66,6 +66,8 @@ REWARD_FREE = (
 """Arguments of GRPO that have no effect with `rlhf_type` gkd."""
 
 ALIASES: Mapping[str, str] = {
+    "activation_checkpointing": "gradient_checkpointing",  # since transformers 5.24
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "train_type": "tuner_type",
     "sft_type": "tuner_type",
     "model_id_or_path": "model",
@@ -184,8 +186,8 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"vllm_server_group_port", "weights are sent as files, not by NCCL: rollout_server.weights_directory"),
     (r"vllm_reasoning_parser", "reasoning is parsed by the model's own chat template"),
     (r"host|port", "options --host and --port of `turnwise serve`"),
-    (r"offload_.*|move_model_batches", "the trainer's memory is not offloaded; engine.sleep frees the engine's memory while the "
-     "model is trained"),
+    (r"offload_.*|move_model_batches", "train.optimizer.offload=sampling moves the optimizer's state while the engine samples; "
+     "engine.sleep frees the engine's memory while the model is trained"),
     (r"vllm_.*", "give the argument to vLLM in engine.arguments"),
     (r"teacher_deepspeed|offload_teacher_model|teacher_model_type", "a local teacher is divided among the ranks as the "
      "trained model is (cluster.fsdp), and its architecture is read from config.json"),
@@ -194,7 +196,7 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      "cluster=torchrun (docs/cluster.md)"),
     (r"tp_.*|pp_.*|sequence_parallel(_size)?|tensor_model_parallel_size|(pipeline_model|context|expert_model|expert_tensor)_parallel_"
      r"size", "neither a layer nor a sequence is divided among ranks: the weights of all layers are (docs/cluster.md)"),
-    (r"padding_free|packing|use_liger_kernel|"
+    (r"padding_free|packing|"
      r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|"
      r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"
@@ -355,7 +357,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
-            "bnb_4bit_use_double_quant",
+            "use_liger_kernel", "bnb_4bit_use_double_quant",
             "kl_in_reward", "sync_ref_model", "use_vllm", "vllm_enforce_eager", "vllm_disable_custom_all_reduce",
             "vllm_disable_cascade_attn", "vllm_enable_expert_parallel", "vllm_enable_prefix_caching", "vllm_use_async_engine",
             "vllm_enable_lora", "vllm_server_pass_dataset", "enable_thinking",

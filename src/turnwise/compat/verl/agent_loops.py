@@ -187,7 +187,7 @@ class LLMServerClient:
                 raise ValueError(
                     f"generate(sampling_params={{{name!r}: {value!r:.60}}}) is not supported; there are: {known}"
                 )
-        return SamplingChange(**change, answers_cut=True), forced
+        return SamplingChange(**change, answers_cut="max_tokens" in change), forced
 
 
 AsyncLLMServerManager = LLMServerClient

@@ -357,10 +357,11 @@ def _arguments(builder: VerlRecipeBuilder, name: str) -> list[str]:
 
 def _in_one_process(builder: VerlRecipeBuilder) -> None:
     """Without ranks, only the state of the optimizer can be offloaded."""
-    optimizer = builder.get("train.optimizer.name", "adamw")
-    offloads = builder.value(f"{_FSDP}.optimizer_offload") is True
-    if offloads and optimizer == "adamw" and builder.get("model.device") != "cpu":
-        builder.set("train.optimizer.offload", "cpu", f"{_FSDP}.optimizer_offload")
+    key = f"{_FSDP}.optimizer_offload"
+    if builder.value(key) is True and builder.get("model.device") != "cpu":
+        # verl moves it between its phases; a server that keeps its memory would not use what is free meanwhile
+        in_turns = builder.get("engine.name") is None or builder.get("engine.sleep")
+        builder.set("train.optimizer.offload", "sampling" if in_turns else "cpu", key)
     for key in _CARRIED[2:]:
         if key not in builder.converted:
             builder.reject(key, "has no effect with one GPU: the model is not divided")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.compat.conversion import convert_loggers
+from turnwise.compat.conversion import convert_kernels, convert_loggers
 from turnwise.compat.verl.keys import ACTOR, ROLLOUT, VerlRecipeBuilder
 
 _WEIGHTS, _HIGH, _NORMALIZE, _RULE, _BOUNDS, _BYPASS, _LOSS = (
@@ -414,13 +414,15 @@ def _experts(builder: VerlRecipeBuilder) -> None:
 
 
 def adapter(builder: VerlRecipeBuilder) -> None:
-    """Set model.lora, model.gradient_checkpointing and what concerns experts. With `lora_rank` 0, verl trains all weights."""
+    """Set model.lora, model.gradient_checkpointing, model.kernels and what concerns experts. With `lora_rank` 0, all weights are
+    trained."""
     rank, alpha, targets, excluded, checkpointing = (
         f"actor_rollout_ref.model.{name}"
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "enable_gradient_checkpointing")
     )
     if builder.is_set(checkpointing):
         builder.set("model.gradient_checkpointing", bool(builder.value(checkpointing)), checkpointing)
+    convert_kernels(builder, "actor_rollout_ref.model.use_liger")
     _experts(builder)
     if not builder.count(rank):
         builder.convert("nothing: without model.lora.rank, all weights are trained", rank)

@@ -119,7 +119,7 @@ PLAIN: dict[str, str] = {
 HANDLED: tuple[str, ...] = (
     "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_alpha",
     "actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.exclude_modules",
-    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.enable_gradient_checkpointing", "actor_rollout_ref.model.use_liger",
     "actor_rollout_ref.actor.router_replay.mode",
     "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
     "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo",
@@ -289,7 +289,6 @@ MACHINERY: dict[str, str] = {
         for name in (
             "use_shm",
             "use_remove_padding",
-            "use_liger",
             "use_fused_kernels",
             "enable_activation_offload",
             "enable_activation_offloading",

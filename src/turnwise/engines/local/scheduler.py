@@ -31,7 +31,7 @@ from turnwise.engines.local.forward import CachedForward, VisionForward, VisionP
 from turnwise.engines.local.linears import ModelRows
 from turnwise.errors import EngineError, GrammarError
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.distribution import AllowedTokens, sampling_logits
+from turnwise.models.distribution import AllowedTokens, cumulative, sampling_logits
 from turnwise.models.grammar import Matcher
 from turnwise.types import Completion, LogprobKind, Request, Routes, Sampling
 
@@ -537,7 +537,7 @@ def _sampled(tokens_B1: torch.Tensor, logprobs_B1: torch.Tensor, raw_B1: torch.T
 
 def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor:
     """The first token [B, 1] at which the cumulative probability exceeds the uniform number."""
-    cumulative_BV = probs_BV.cumsum(dim=-1)
+    cumulative_BV = cumulative(probs_BV)
     # scale the uniform number to the actual sum, which is only about 1 after rounding, and stay just below the sum: at the
     # sum, searchsorted would return V, or a token of probability 0
     below_total_B1 = cumulative_BV[:, -1:] * (1.0 - 2.0**-23)

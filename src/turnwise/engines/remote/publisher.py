@@ -93,10 +93,7 @@ class RemoteWeights:
             self.asleep = True
 
     async def publish(self, version: int) -> None:
-        if self._sleeper is not None and self.asleep:
-            # before the update: in it, the servers take their memory of the device, and die where it is not free
-            self._learner.free_memory()
-            self.asleep = False
+        self.asleep = False
         options = self._probe
         probe = self._make_probe(options) if options is not None and options.due(self._updates) else None
         learner = self._learner

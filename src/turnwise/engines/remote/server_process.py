@@ -26,6 +26,7 @@ from pathlib import Path
 import turnwise
 from turnwise.engines.remote import guard
 from turnwise.errors import ConfigError, EngineError
+from turnwise.options.engines import named_gpus
 
 # Process: start, supervision, end
 
@@ -42,8 +43,8 @@ _ERROR = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception): .+")
 """An exception in a log, such as `ValueError: too little memory`. Engines put it behind a time and the name of a process."""
 
 _NO_ENGINE = (
-    "Set engine.python to the Python interpreter of the environment in which the engine is installed: pip install "
-    "'turnwise[vllm]' or 'turnwise[sglang]' makes one (docs/engines.md)"
+    "Set engine.python to the Python interpreter of an environment of its own with the engine, such as ~/vllm/bin/python: "
+    "docs/engines.md has the commands that make one"
 )
 
 _OTHER_BUILD = re.compile(
@@ -394,9 +395,8 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 def visible_devices() -> list[str]:
     """The names of the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` has them; empty if there is none."""
-    given = os.environ.get(_VARIABLE)
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
+    if (names := named_gpus()) is not None:
+        return names
     import torch
 
     return [str(number) for number in range(torch.cuda.device_count())]

@@ -458,7 +458,7 @@ def sampling_change(
     return SamplingChange(
         max_tokens=min(most, default=None),
         stop=texts or None,
-        answers_cut=True,
+        answers_cut=bool(most),
         answer_format=answer,
         tool_choice="required" if choice.required else None,
         tool_names=choice.names,

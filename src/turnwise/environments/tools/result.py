@@ -229,7 +229,9 @@ class Answer:
 def failed(
     call: ToolCall, kind: str, text: str, *, seconds: float = 0.0, attempts: int = 1, traceback: str = ""
 ) -> Answer:
-    """The answer to a failed call. `kind` is a value of `ToolOutcome.error`."""
+    """The answer to a failed call. `kind` is a value of `ToolOutcome.error`. A text that begins with `Error: ` is not given that
+    beginning twice."""
+    text = text.removeprefix("Error: ")
     text = _encodable(f"Error: {text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + ' ...'}")
     outcome = ToolOutcome(
         id=call.id,

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import NOT_AGAIN, ConfigError, RunError
 from turnwise.models.allocator import free_device_blocks
 from turnwise.options.engines import ClusterSection
 from turnwise.training.batch import MicroBatch
@@ -31,6 +31,7 @@ from turnwise.training.learner import PackingRequirements
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded import shards
 from turnwise.training.sharded.ranks import LostRank, Ranks
+from turnwise.training.sharded.remembered_bound import lasting
 from turnwise.training.sharded.sharded_model import complete
 from turnwise.training.sharded.shards import CriticShard, ModelShard, ShardReport
 from turnwise.training.update import StopFlag, UpdateSums
@@ -309,8 +310,10 @@ class FindLargestLogit:
 class FreeMemory:
     """See `Learner.free_memory`; on the devices of all ranks."""
 
+    part: Part = "policy"
+
     def run(self, rank: Rank) -> None:
-        rank.built.optimizer.zero_grad()
+        rank.part(self.part).optimizer.leave()
         free_device_blocks()
 
 
@@ -446,9 +449,10 @@ def follow_rank_0(options: ClusterSection, *, device: str) -> int:
     except (ConfigError, RunError):
         return 1  # rank 0 has the same error, and reports it
     except RuntimeError as error:
-        ranks.liveness.report(error)
-        _say(f"rank {ranks.rank} ends: {error}")
-        return 1
+        reason = lasting(error)
+        ranks.liveness.report(reason or f"{type(error).__name__}: {error}", again=reason is None)
+        _say(f"rank {ranks.rank} ends: {reason or error}")
+        return 1 if reason is None else NOT_AGAIN
     ranks.close()
     return 0
 

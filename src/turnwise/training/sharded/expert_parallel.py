@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from turnwise.models.cpu import without_fast_layers
 from turnwise.models.model_config import DISPATCH_STYLE, planned_styles, refuse_undivided_experts
 
 _DIVIDED = "grouped_gemm"
@@ -36,8 +37,7 @@ class ExpertParallel:
 
         found = [module for module in layer.modules() if module in self._experts]
         if found:
-            for module in layer.modules():
-                vars(module).pop("forward", None)  # fast layers (models/cpu.py) compute with complete weights
+            without_fast_layers(layer)  # they compute with complete weights
         divided: Any = ALL_PARALLEL_STYLES[_DIVIDED]
         dispatch: Any = ALL_PARALLEL_STYLES[DISPATCH_STYLE]
         for module in found:

@@ -23,6 +23,7 @@ from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.device import device_name
+from turnwise.models.kernels import use_kernels
 from turnwise.models.loading import ModelSource, use_complete_attention, with_conversions
 from turnwise.models.staged_loading import IncompleteWeights, open_staged
 
@@ -148,7 +149,9 @@ def load_in_parts(source: ModelSource) -> Any:
     except IncompleteWeights:
         raise unusable_parts(source.path) from None
     use_complete_attention(staged.model)
-    return staged.model.to(device_name(source.device))
+    model = staged.model.to(device_name(source.device))
+    use_kernels(model, source.kernels, model.device)
+    return model
 
 
 def unusable_parts(path: str) -> RunError:

@@ -11,30 +11,41 @@ and watches the counters of the others. A rank that raises writes its error ther
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _set_pg_timeout,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.distributed.rendezvous import rendezvous
 
 from turnwise.errors import ConfigError, RunError
-from turnwise.models.device import sees_gpu
+from turnwise.models.device import GpuMemory, gpu_memory, sees_gpu, why_no_gpu, without_cudnn_attention
 from turnwise.options.engines import ClusterSection
+
+_log = logging.getLogger(__name__)
 
 # Signs of life: which rank has ended or does not respond
 
-_SIGN_PAUSE = 1.0
-"""Seconds between two signs of life."""
+_SIGN_PAUSE, _LONGEST_TICK = 1.0, 2.0
+"""Seconds between two signs of life; of the time between two looks for those of others, more does not count."""
+_FIRST = "error"
+"""The key of the first rank that has written down an error: those of others may only be its consequences."""
 _PATIENCE = 5.0
 """After a lost connection: seconds until the rank at its other end is known by its missing signs of life."""
 
@@ -47,6 +58,8 @@ class LostRank:
     place: str
     """Its machine and process."""
     reason: str
+    again: bool = True
+    """Whether the ranks may go on in a new start."""
 
     def __str__(self) -> str:
         return f"trainer rank {self.rank} ({self.place}) {self.reason}"
@@ -61,6 +74,8 @@ class Liveness:
         self._rank = rank
         self._limit = limit
         self._seen = {other: (-1, time.monotonic()) for other in range(size) if other != rank}
+        self._silent = dict.fromkeys(self._seen, 0.0)
+        """Seconds without a sign of each other rank, in which this thread ran: after a pause of this machine, all look silent."""
         self._places: dict[int, str] = {}
         self._closing = threading.Event()
         self.on_lost: Callable[[LostRank], None] = lambda lost: None
@@ -69,10 +84,12 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
-    def report(self, error: BaseException) -> None:
-        """Write down why this rank ends."""
-        with self._lock:
-            self._store.set(f"error/{self._rank}", f"{type(error).__name__}: {error}")
+    def report(self, reason: str, *, again: bool = True) -> None:
+        """Write down why this rank ends. `again`: a new start may go on. The others end their operations within a second or two:
+        connections that are lost end those of gloo at once, but those of NCCL only after their time limit."""
+        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone, and with it those who would read it
+            self._store.set(f"error/{self._rank}", f"{int(again)}{reason}")
+            self._store.compare_set(_FIRST, "", str(self._rank))
 
     def lost(self) -> LostRank | None:
         """The rank whose connection was lost, after waiting until it is known; None if all ranks are alive.
@@ -92,20 +109,28 @@ class Liveness:
         self._thread.join()
 
     def _run(self) -> None:
-        count = 0
+        count, before = 0, time.monotonic()
         while not self._closing.wait(_SIGN_PAUSE):
             count += 1
+            now = time.monotonic()
+            self._silent = {
+                other: seconds + min(now - before, _LONGEST_TICK) for other, seconds in self._silent.items()
+            }
+            before = now
             try:
                 with self._lock:
                     self._store.set(f"alive/{self._rank}", str(count))
                 self._read()
+                error = self._error()
             except RuntimeError:  # the store is gone, and with it the rank or the agent that holds it
                 if not self._closing.is_set():
                     self.on_lost(LostRank(0, "the store of the ranks", "cannot be reached"))
                 return
-            now = time.monotonic()
-            for other, (_, since) in self._seen.items():
-                if now - since > self._limit:
+            if error is not None:
+                self.on_lost(error)
+                return
+            for other, silent in self._silent.items():
+                if silent > self._limit:
                     reason = f"has given no sign of life for {self._limit:g} seconds (cluster.heartbeat)"
                     self.on_lost(LostRank(other, self._place(other), reason))
                     return
@@ -119,23 +144,31 @@ class Liveness:
                 if other not in self._places and self._store.check([f"place/{other}"]):
                     self._places[other] = self._store.get(f"place/{other}").decode()
             if count != seen:
-                self._seen[other] = (count, time.monotonic())
+                self._seen[other], self._silent[other] = (count, time.monotonic()), 0.0
 
     def _find(self, *, since: float) -> LostRank | None:
         """A rank that has written down an error, or that has given no sign of life for some seconds."""
-        for other in self._seen:
-            try:
-                with self._lock:
-                    if self._store.check([f"error/{other}"]):
-                        text = self._store.get(f"error/{other}").decode(errors="replace")
-                        return LostRank(other, self._place(other), f"has ended: {text}")
-            except RuntimeError:
-                return LostRank(0, self._place(0), "has ended, or its machine cannot be reached")
+        try:
+            if (error := self._error()) is not None:
+                return error
+        except RuntimeError:
+            return LostRank(0, self._place(0), "has ended, or its machine cannot be reached")
         now = time.monotonic()
         for other, (_, seen) in self._seen.items():
             if now - since > 3 * _SIGN_PAUSE and now - seen > 3 * _SIGN_PAUSE:
                 return LostRank(other, self._place(other), "has ended, or does not answer")
         return None
+
+    def _error(self) -> LostRank | None:
+        """The first rank that has written down an error, if it is another one."""
+        with self._lock:
+            if not self._store.check([_FIRST]):
+                return None
+            first = int(self._store.get(_FIRST))
+            again, text = (found := self._store.get(f"error/{first}").decode(errors="replace"))[:1], found[1:]
+        if first == self._rank:
+            return None
+        return LostRank(first, self._place(first), f"has ended: {text}", again=again == "1")
 
     def _place(self, other: int) -> str:
         return self._places.get(other, "place unknown")
@@ -207,6 +240,12 @@ class Mesh:
         """How many ranks compute the same micro-batch."""
         return 1 if self.together is None else self.together.size()
 
+    def groups(self) -> Iterator[ProcessGroup]:
+        """The process groups of this rank in all meshes."""
+        for field in fields(self):
+            mesh = getattr(self, field.name)
+            yield from () if mesh is None else mesh.get_all_groups()
+
 
 class Ranks:
     """This process among the ranks of a training."""
@@ -220,18 +259,19 @@ class Ranks:
         arranged as `options.mesh` says.
         """
         self.rank, self.size, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        shape = options.mesh.shape(self.size)
+        self._shape = shape = options.mesh.shape(self.size)
         self.device = _device(device, local)
         backend = _backend(options.backend, self.device)
         raw = _store(self.rank, self.size)
         start = f"turnwise/{_name_of_start(raw, self.rank, self.size)}"
         store = PrefixStore(start, raw)
+        limit = datetime.timedelta(seconds=options.timeout)
         dist.init_process_group(
             backend=backend,
             store=PrefixStore("data", store),
             rank=self.rank,
             world_size=self.size,
-            timeout=datetime.timedelta(seconds=options.timeout),
+            timeout=limit,
         )
         control = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         assert isinstance(control, ProcessGroup)
@@ -241,6 +281,8 @@ class Ranks:
         self.saving = saving
         """For what ranks tell each other while they write a checkpoint, also beside other commands."""
         self.mesh = Mesh.of(self.device.type, *shape, options.mesh.expert)
+        for group in self.mesh.groups():  # which torch gives its own limit: 30 minutes for gloo, 10 for NCCL
+            _set_pg_timeout(limit, group)
         # a connection of its own: a connection serves one thread at a time
         own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.liveness = Liveness(PrefixStore(start, own), rank=self.rank, size=self.size, limit=options.heartbeat)
@@ -282,6 +324,16 @@ class Ranks:
         dist.all_gather_object(items, item, group=self._control)
         return items
 
+    def gpus(self) -> list[GpuMemory]:
+        """The memory of the GPUs of all ranks, on all ranks; empty if they compute on CPUs."""
+        own = gpu_memory(str(self.device)) if self.device.type == "cuda" else None
+        return [memory for memory in self.share(own) if memory is not None]
+
+    def place(self, card: str) -> str:
+        """On which GPUs these ranks are, and how they are arranged; the same on all ranks. `card` is that of this rank."""
+        cards = ", ".join(sorted(set(self.share(card))))
+        return f"{self.size} ranks ({' x '.join(map(str, self._shape))}) on {cards}"
+
     def agree(self, flag: bool) -> bool:
         """Rank 0's flag, on all ranks."""
         value = torch.tensor([flag], dtype=torch.uint8)
@@ -318,17 +370,27 @@ def _number(name: str) -> int:
 
 def _device(kind: str, local: int) -> torch.device:
     """The device of this rank: the GPU with the local rank's number, or the CPU."""
-    if kind == "cpu" or (kind == "auto" and not sees_gpu()):
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "auto" and not sees_gpu():
+        if local == 0 and (reason := why_no_gpu()) is not None:
+            _log.warning(
+                "model.device=auto: ranks compute on CPUs, although this machine has a GPU's driver: %s", reason
+            )
         return torch.device("cpu")
     if kind not in ("auto", "cuda"):
         raise ConfigError(f"model.device={kind} cannot be used with several ranks: set auto, cuda or cpu")
     count = torch.cuda.device_count()
+    if count == 0:
+        reason = why_no_gpu() or "this machine has no GPU that torch sees"
+        raise ConfigError(f"model.device=cuda cannot be used: {reason}")
     if local >= count:
         raise ConfigError(
             f"this machine has {count} GPUs, and local rank {local} needs one of its own: start at most {count} ranks on it, or "
             f"set model.device=cpu"
         )
     torch.cuda.set_device(local)
+    without_cudnn_attention()
     return torch.device("cuda", local)
 
 

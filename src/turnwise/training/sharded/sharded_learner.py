@@ -8,18 +8,21 @@ parts of the ranks (`shards.py`).
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import posix
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import ConfigError, RunError, StartAgain
+from turnwise.models.device import GpuMemory
 from turnwise.models.loading import file_weights, save_model
 from turnwise.models.streamed import StreamedWeights
 from turnwise.training.batch import MicroBatch
@@ -59,10 +62,13 @@ from turnwise.training.sharded.commands import (
 )
 from turnwise.training.sharded.consolidation import of_layers, save_without_weights
 from turnwise.training.sharded.ranks import LostRank, Ranks
+from turnwise.training.sharded.remembered_bound import FILE, MicroBatchTooLarge, lasting
 from turnwise.training.sharded.shards import HEAD_PREFIX, Shard, ShardReport, share_out
 from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import CriticBase, CriticSums, save_critic
+
+_log = logging.getLogger(__name__)
 
 # Leader: sends commands to all ranks
 
@@ -91,7 +97,7 @@ class Leader:
             self._turn.release()  # the next command raises the error
             return
         print(f"turnwise: {self._lost}", file=sys.stderr, flush=True)
-        posix._exit(1)  # the operation cannot be ended; nothing else may run with half of it done
+        posix._exit(self._lost.exit_status)  # the operation cannot be ended; nothing else may run with half of it done
 
     def run(self, command: RankCommand) -> Any:
         """Run a command on all ranks. Returns rank 0's result."""
@@ -111,11 +117,21 @@ class Leader:
                 self._lost = error
                 raise
             except RuntimeError as error:  # torch's error for a lost connection and for a time limit
-                if self._lost is not None:
-                    raise self._lost from error
-                lost = self.rank.ranks.liveness.lost()
-                self._lost = _error(lost) if lost is not None else RunError(_unknown(error))
+                if self._lost is None:
+                    self._lost = self._reason(error)
                 raise self._lost from error
+
+    def _reason(self, error: RuntimeError) -> RunError:
+        """Why a command has ended with an error of torch."""
+        if (reason := lasting(error)) is not None:
+            return RunError(f"trainer rank 0 has ended: {reason}. {_THEN_GO_ON}")
+        if isinstance(error, MicroBatchTooLarge):
+            return StartAgain(f"{error}\n{_GO_ON}")
+        if (lost := self.rank.ranks.liveness.lost()) is not None:
+            return _error(lost)
+        return StartAgain(
+            f"the ranks could not compute together: {error}. If a rank needed longer than cluster.timeout, raise it. {_GO_ON}"
+        )
 
     def run_shared(
         self,
@@ -129,7 +145,7 @@ class Leader:
         shares = self.shares(micro_batches)
         rounds = max(len(share) for share in shares)
         self.rank.stop, self.rank.on_micro_batch = stop, on_micro_batch
-        sent = [micro.to(torch.device("cpu")) for micro in micro_batches]  # where they are, but without their sequences
+        sent = [_sent(micro) for micro in micro_batches]
         together = self.rank.ranks.mesh.set_size
         commands = [command([sent[index] for index in share], rounds) for share in shares]
         return self.run_each([one for one in commands for _ in range(together)])
@@ -176,24 +192,24 @@ class Leader:
             self.rank.ranks.close()
 
 
+def _sent(micro: MicroBatch[Any]) -> MicroBatch[Any]:
+    """What a rank needs of a micro-batch: not the sequences, but their number, by which it says whether it can be divided."""
+    numbers: Any = dict.fromkeys(micro.sequences)
+    return replace(micro.to(torch.device("cpu")), sequences=numbers)
+
+
+_GO_ON = (
+    "Start the same command again with resume=auto, which continues after the newest checkpoint; cluster.restarts does that by "
+    "itself"
+)
+
+_THEN_GO_ON = "Then start the command again with resume=auto, which continues after the newest checkpoint"
+
+
 def _error(lost: LostRank) -> RunError:
-    return RunError(
-        f"{lost}. The other ranks cannot go on without it: start the same command again with resume=auto, which continues after "
-        f"the newest checkpoint"
-    )
-
-
-def _unknown(error: RuntimeError) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        # one process packs the step again in smaller micro-batches; here, the other ranks are in the middle of the same pass
-        return (
-            f"the memory of rank 0's GPU ran out: {error}. Several ranks do not divide their micro-batches by themselves: set a "
-            f"smaller micro_batch_tokens, or model.gradient_checkpointing=true, and start the same command again with resume=auto"
-        )
-    return (
-        f"the ranks could not compute together: {error}. If a rank needed longer than cluster.timeout, raise it; start the same "
-        f"command again with resume=auto"
-    )
+    if lost.again:
+        return StartAgain(f"{lost}. The other ranks cannot go on without it. {_GO_ON}")
+    return RunError(f"{lost}. {_THEN_GO_ON}")
 
 
 # Learner and critic
@@ -211,6 +227,13 @@ class ShardedLearner(LearnerBase):
         self.loss = make_loss(options.loss, options.correction, options.teacher)
         self._compare_machines(options.folder)
         self._report: ShardReport = self.leader.run(Build(options))
+        if (bound := self._report.requirements.most_tokens) is not None:
+            _log.warning(
+                "at most %d tokens in each micro-batch, because the memory of a rank ran out in an earlier start of this run "
+                "(remembered in %s). The result is the same",
+                bound,
+                FILE,
+            )
 
     def _compare_machines(self, folder: Path | None) -> None:
         """Raise ConfigError if a rank has other versions, or does not share the directory."""
@@ -231,6 +254,11 @@ class ShardedLearner(LearnerBase):
     @property
     def requirements(self) -> BatchRequirements:
         return self._report.requirements
+
+    @property
+    def gpus(self) -> Sequence[GpuMemory]:
+        """The memory of the ranks' GPUs before the model was loaded; empty if they compute on CPUs."""
+        return self._report.gpus
 
     @property
     def context_length(self) -> int | None:
@@ -387,6 +415,9 @@ class ShardedCritic(CriticBase):
     def step(self, lr: float) -> float:
         """See `CriticBase.step`."""
         return self._leader.run(OptimizerStep(lr, "critic"))
+
+    def free_memory(self) -> None:
+        self._leader.run(FreeMemory("critic"))
 
     def save(self, folder: Path) -> None:
         self._writer()(folder)

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise.errors import ConfigError
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
+from turnwise.models.kernels import use_kernels
 from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
 from turnwise.models.lora import initialize_magnitudes, without_adapter
 from turnwise.models.model_config import refuse_uncut
@@ -219,6 +220,16 @@ class DividedParts:
             totals.append(total)
         return torch.stack(totals).sum().sqrt()
 
+    def add_in_float32(self, parameter: torch.Tensor) -> None:
+        """See `Parts.add_in_float32`. FSDP gives the first gradient in the type of the parameter, and adds further ones to it."""
+        parameter.grad_dtype = None  # any
+        parameter.register_post_accumulate_grad_hook(_widen)
+
+
+def _widen(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        parameter.grad = parameter.grad.float()
+
 
 def _layers(model: Any) -> list[Any]:
     """The decoder's layers. The layers of a vision part are not units: a rank without images does not call them."""
@@ -276,7 +287,19 @@ def load_sharded(
     All ranks must ask for the same. A model that cannot be read like this is first loaded completely, into the CPU's memory of
     each rank. Raises ConfigError as `load_model`, and RunError if the parts of other ranks cannot be read.
     """
-    source = source.model_copy(update={"device": "cpu"})
+    loaded = _load(source.model_copy(update={"device": "cpu", "kernels": "none"}), mesh, sharding, prepare, fingerprint)
+    if mesh.tensor is None:  # the ranks of `tensor` have layers of their own
+        use_kernels(loaded.sharded.model, source.kernels, torch.device(mesh.layers.device_type))
+    return loaded
+
+
+def _load(
+    source: ModelSource,
+    mesh: Mesh,
+    sharding: FsdpSection,
+    prepare: Callable[[Any], torch.nn.Module | None],
+    fingerprint: bool,
+) -> LoadedModel:
     fingerprint = fingerprint and source.lora.rank is not None
     parts = ModelParts(Path(source.path)) if (Path(source.path) / WEIGHTS_IN_PARTS).is_file() else None
     staged = open_staged(source, None if parts is None else functools.partial(PartsReader, parts))

@@ -47,12 +47,14 @@ from turnwise.training.fingerprint import sync_file
 from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes, try_tree_attention
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
+from turnwise.training.micro_batch_bound import card_of
 from turnwise.training.optimizer import MOMENTS, Optimizer, moments_of
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.pace import Pace
 from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.parts import KINDS_OF_WEIGHTS, UNCHANGED, read_parts, saved_parts
 from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.remembered_bound import FILE, RememberedBound
 from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
 from turnwise.training.sharded.together import own_part
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
@@ -96,13 +98,15 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 def rounds_of(
     ranks: Ranks, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag
-) -> Iterator[MicroBatch[Any] | None]:
-    """A micro-batch of this rank for each round, or None if it has no more. All ranks end together if rank 0 stops."""
+) -> Iterator[tuple[MicroBatch[Any] | None, MicroBatch[Any] | None]]:
+    """For each round, what this rank computes of a micro-batch, and the whole one of its set of ranks; None if there are no more.
+    All ranks end together if rank 0 stops."""
     for number in range(rounds):
         # only rank 0 is asked to stop: if it left a round alone, the others would wait for it in collective operations
         if ranks.agree(stop.is_set()):
             return
-        yield own_part(mine[number], ranks.mesh) if number < len(mine) else None
+        whole = mine[number] if number < len(mine) else None
+        yield None if whole is None else own_part(whole, ranks.mesh), whole
 
 
 def measure_rounds(
@@ -110,14 +114,19 @@ def measure_rounds(
     mine: Sequence[MicroBatch[Any]],
     rounds: int,
     stop: StopFlag,
+    bound: RememberedBound,
     compute: Callable[[MicroBatch[Any]], torch.Tensor],
     on_round: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
-    """The results [N] of `compute` for this rank's micro-batches, without gradients, on the CPU; fewer if rank 0 stops."""
+    """The results [N] of `compute` for this rank's micro-batches, without gradients, on the CPU; fewer if rank 0 stops.
+
+    Raises MicroBatchTooLarge if the memory of this rank runs out.
+    """
     results: list[torch.Tensor] = []
     with torch.no_grad():
-        for micro in rounds_of(ranks, mine, rounds, stop):
-            result_N = compute((micro or _dummy(ranks)).to(ranks.device))
+        for micro, whole in rounds_of(ranks, mine, rounds, stop):
+            with bound.during(whole):
+                result_N = compute((micro or _dummy(ranks)).to(ranks.device))
             if micro is not None:
                 results.append(result_N)
             on_round()
@@ -130,6 +139,7 @@ def accumulate_rounds(
     rounds: int,
     stop: StopFlag,
     *,
+    bound: RememberedBound,
     sharded: ShardedModel,
     compute: Callable[[MicroBatch[Any]], torch.Tensor],
     loss_of: Callable[[int, MicroBatch[Any]], tuple[torch.Tensor, Callable[[], Measured[S]]]],
@@ -138,17 +148,19 @@ def accumulate_rounds(
     """Add the gradients of a batch up, of which this rank computes `mine`. Returns the metrics of each of them.
 
     `loss_of` gives the loss of a micro-batch, and a function that computes its metrics; its first argument is the index in
-    `mine`. `compute` gives the outputs of the model for a round in which the rank has no micro-batch.
+    `mine`. `compute` gives the outputs of the model for a round in which the rank has no micro-batch. Raises
+    MicroBatchTooLarge if the memory of this rank runs out.
     """
     sums: list[Measured[S]] = []
-    for number, micro in enumerate(rounds_of(ranks, mine, rounds, stop)):
+    for number, (micro, whole) in enumerate(rounds_of(ranks, mine, rounds, stop)):
         sharded.sync_gradients(last=number == rounds - 1)
-        if micro is None:
-            # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
-            (compute(_dummy(ranks).to(ranks.device)).sum() * 0.0).backward()
-        else:
-            with sharded.clock.running(micro.num_tokens):
-                sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
+        with bound.during(whole):
+            if micro is None:
+                # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
+                (compute(_dummy(ranks).to(ranks.device)).sum() * 0.0).backward()
+            else:
+                with sharded.clock.running(micro.num_tokens):
+                    sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
         on_round()
     return read(sums)
 
@@ -185,6 +197,12 @@ def _dummy(ranks: Ranks) -> MicroBatch[Targets]:
         count_T=torch.zeros(2),
     )
     return own_part(micro, ranks.mesh)
+
+
+def _bound(run: Path | None, model: str, ranks: Ranks) -> RememberedBound:
+    """What earlier starts of a run have learnt about the memory of these ranks. `run` is its directory."""
+    card = card_of(ranks.device)
+    return RememberedBound(None if run is None else run / FILE, model, card, ranks.place(card))
 
 
 # Policy: the part of the learner
@@ -265,6 +283,7 @@ class ShardReport:
 
     def __init__(self, shard: ModelShard) -> None:
         self.requirements = shard.requirements
+        self.gpus = shard.gpus
         self.context_length = context_length(shard.model.config.to_dict())
         self.trains_adapter = shard.trains_adapter
 
@@ -276,6 +295,9 @@ class ModelShard:
         if options.deterministic:
             use_deterministic_algorithms()
         self.ranks = ranks
+        self.gpus = ranks.gpus()
+        """The memory of all ranks' GPUs before a model is loaded."""
+        self.bound = _bound(options.run, "policy", ranks)
         self._loss = make_loss(options.loss, options.correction, options.teacher)
         loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=True)
         self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
@@ -303,6 +325,7 @@ class ModelShard:
             keep_zero=self._loss.needs_zero_advantages,
             measure_zero=self._loss.measures_all,
             micro_batch_tokens=ranks.mesh.context_size * default_micro_batch_tokens(ranks.device),
+            most_tokens=self.bound.tokens(),
             parallel=ranks.sets,
         )
 
@@ -343,7 +366,7 @@ class ModelShard:
     ) -> list[torch.Tensor]:
         """The scores [N, 1 + 2 top_k] of this rank's micro-batches by a teacher, on the CPU; fewer if rank 0 has set its flag."""
         scoring = self._forward if teacher is None else self.teachers[teacher]
-        return measure_rounds(self.ranks, mine, rounds, stop, lambda micro: scoring.scores(micro, top_k))
+        return measure_rounds(self.ranks, mine, rounds, stop, self.bound, lambda micro: scoring.scores(micro, top_k))
 
     def target_logprobs(
         self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag, *, reference: bool
@@ -352,11 +375,11 @@ class ModelShard:
         if reference and self.reference is None:
             raise ValueError("this learner has no reference model: give it a ReferenceSection")
         compute = self.reference.logprobs if reference and self.reference is not None else self._logprobs
-        return measure_rounds(self.ranks, mine, rounds, stop, compute)
+        return measure_rounds(self.ranks, mine, rounds, stop, self.bound, compute)
 
     def target_entropies(self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag) -> list[torch.Tensor]:
         """The log-probabilities and entropies [N, 2] of this rank's micro-batches, on the CPU; fewer if rank 0 stops."""
-        return measure_rounds(self.ranks, mine, rounds, stop, self._forward.entropies)
+        return measure_rounds(self.ranks, mine, rounds, stop, self.bound, self._forward.entropies)
 
     def _logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
         return self._forward.logprobs(micro)[0]
@@ -382,6 +405,7 @@ class ModelShard:
             mine,
             rounds,
             stop,
+            bound=self.bound,
             sharded=self._sharded,
             compute=self._logprobs,
             loss_of=loss_of,
@@ -408,7 +432,7 @@ class ModelShard:
                 loads.append(load)
                 return logprob_N
 
-            measure_rounds(self.ranks, mine, rounds, stop, measure)
+            measure_rounds(self.ranks, mine, rounds, stop, self.bound, measure)
             known = sum(read(loads), ExpertLoad.none(routers))
         assert known is not None
         total = self.ranks.total(torch.cat([torch.from_numpy(known.count_LE).flatten(), torch.tensor([known.tokens])]))
@@ -529,6 +553,7 @@ class CriticShard:
 
     def __init__(self, options: CriticOptions, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.bound = _bound(options.run, "critic", ranks)
         self._clip = options.clip
         heads: list[torch.nn.Linear] = []
 
@@ -562,6 +587,7 @@ class CriticShard:
         self.requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=ranks.mesh.context_size * default_micro_batch_tokens(ranks.device),
+            most_tokens=self.bound.tokens(),
             parallel=ranks.sets,
         )
 
@@ -569,7 +595,7 @@ class CriticShard:
         self, mine: Sequence[MicroBatch[StatePlaces]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
     ) -> list[torch.Tensor]:
         """The values [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
-        return measure_rounds(self.ranks, mine, rounds, stop, self._forward.values, on_round)
+        return measure_rounds(self.ranks, mine, rounds, stop, self.bound, self._forward.values, on_round)
 
     def accumulate(
         self, mine: Sequence[MicroBatch[ValueTargets]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
@@ -581,6 +607,7 @@ class CriticShard:
             mine,
             rounds,
             stop,
+            bound=self.bound,
             sharded=self._sharded,
             compute=self._forward.values,
             loss_of=lambda number, micro: critic_loss(self._forward, micro, clip=self._clip),

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from turnwise.errors import ConfigError
+from turnwise.models.cpu import without_fast_layers
 from turnwise.models.model_config import DIVIDED_STYLES, planned_styles, refuse_indivisible, tensor_plan
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -84,10 +85,8 @@ class TensorParallel:
 
     def divide(self, layer: torch.nn.Module) -> None:
         """Divide the parameters of a layer, which may be on the meta device, and let its modules compute with their parts."""
-        modules = list(layer.modules())
-        for module in modules:
-            vars(module).pop("forward", None)  # fast layers (models/cpu.py) compute with complete weights
-        for module in modules:
+        without_fast_layers(layer)  # they compute with complete weights
+        for module in list(layer.modules()):
             style = self._styles.get(module)
             if style == _PARTIAL:
                 _sum_gradients(module, self._mesh)

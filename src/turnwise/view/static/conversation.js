@@ -52,20 +52,20 @@ function Content({ content, run }) {
   });
 }
 
-function Turn({ turn, index }) {
+function Turn({ turn, index, earned }) {
   const seconds = turn.seconds || {};
-  return html`<span><b>turn ${index}</b></span><${Fact} name="reward" value=${number(turn.reward)} /><${Fact} name="advantage" value=${advantage(turn.advantage)} />
+  return html`<span><b>turn ${index}</b></span><${Fact} name="reward" value=${earned ? number(turn.reward) : null} /><${Fact} name="advantage" value=${advantage(turn.advantage)} />
     <${Fact} name="value" value=${Array.isArray(turn.value) ? "per token" : number(turn.value)} /><${Fact} name="weight" value=${turn.weight === 1 ? null : number(turn.weight)} />
     <${Fact} name="engine" value=${seconds.engine ? duration(seconds.engine) : null} /><${Fact} name="environment" value=${seconds.environment ? duration(seconds.environment) : null} />
     <${Fact} name="finish" value=${turn.finish_reason === "stop" ? null : turn.finish_reason} bad /><${Fact} name="cut after" value=${turn.kept_tokens === null || turn.kept_tokens === undefined ? null : `${turn.kept_tokens} tokens`} />`;
 }
 
-function Message({ message, turns, run }) {
+function Message({ message, turns, earned, run }) {
   const reasoning = turns.map(([, turn]) => turn.reasoning).find(Boolean) || message.reasoning_content;
   const calls = turns.flatMap(([, turn]) => turn.tool_calls || []);
   const role = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "";
   return html`<article class=${`message ${role}`}>
-    <div class="who"><b>${message.role}${message.name ? ` ${message.name}` : ""}</b>${turns.map(([index, turn]) => html`<${Turn} key=${index} turn=${turn} index=${index} />`)}</div>
+    <div class="who"><b>${message.role}${message.name ? ` ${message.name}` : ""}</b>${turns.map(([index, turn]) => html`<${Turn} key=${index} turn=${turn} index=${index} earned=${earned} />`)}</div>
     ${reasoning && html`<pre class="reasoning">${harmless(reasoning)}</pre>`}
     <${Content} content=${message.content} run=${run} />
     ${calls.map((call, place) => html`<div key=${place} class="call"><b>${call.name || "call"}</b> <code>${harmless(JSON.stringify(call.arguments))}</code>
@@ -75,9 +75,11 @@ function Message({ message, turns, run }) {
 }
 
 function Messages({ messages, conversation, history, run }) {
+  // else the turns have no rewards: functions gave that of the conversation
+  const earned = conversation.turns.some((turn) => turn.reward || Object.keys(turn.rewards || {}).length);
   return messages.map((message, place) => {
     const turns = conversation.turns.map((turn, index) => [index, turn]).filter(([, turn]) => (turn.history ?? 0) === history && turn.message_index === place);
-    return html`<${Message} key=${place} message=${message} turns=${turns} run=${run} />`;
+    return html`<${Message} key=${place} message=${message} turns=${turns} earned=${earned} run=${run} />`;
   });
 }
 
