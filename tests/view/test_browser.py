@@ -544,6 +544,9 @@ def test_labels_and_selections(page: Any, address: str, run: Path) -> None:
 
 def test_statistics_lead_to_the_conversations_that_they_count(page: Any, address: str, run: Path) -> None:
     """A cell of the histograms, a curve of a tool and a message of its errors open exactly the conversations in them."""
+    open_view(page, address, f"#/statistics?run={run}")
+    page.wait_for_selector("table.tools")
+    # conversations without a line of metrics, as those of a step that ended the run: an open page follows
     with (run / "trajectories.jsonl").open("a") as file:
         for place, second in enumerate((1, 2, 31)):
             line = conversation(place, step=4)
@@ -555,7 +558,6 @@ def test_statistics_lead_to_the_conversations_that_they_count(page: Any, address
         line["turns"][0]["tool_calls"][0].update(name="", error="malformed", content="")
         line["turns"][0]["reward"] = 0.5
         file.write(json.dumps(line) + "\n")
-    open_view(page, address, f"#/statistics?run={run}")
     page.wait_for_selector("text=<b>no answer</b> after 31 s")
     rows = page.locator("table.tools tbody tr").all_inner_texts()
     assert [row.split("\t") for row in rows] == [

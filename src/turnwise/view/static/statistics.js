@@ -1,5 +1,5 @@
 // Statistics of a run: how rewards and lengths are distributed in each step, rewards of parts and turns, and tool calls.
-import { harmless, html, lineDash, number, Problem, runColor, seconds as duration, useEffect, useLoaded, useState } from "./ui.js";
+import { harmless, html, lineDash, number, Problem, runColor, seconds as duration, useEffect, useLoaded, useSettled, useState } from "./ui.js";
 import * as data from "./data.js";
 import { Link, NO_FILTERS } from "./address.js";
 import { useColumns } from "./columns.js";
@@ -93,8 +93,9 @@ export function Statistics({ runs, run, kind, go, link, dark }) {
   const { indexed, lines, metrics, left_out } = runs[run];
   const leftOut = left_out?.[kind] > 0, part = partlyRecorded(runs[run], kind);
   const complete = indexed[kind].stop - indexed[kind].start >= lines[kind];
-  // of a live run once in a step, not with each conversation
-  const [found, problem] = useLoaded(() => data.statistics(run, kind), JSON.stringify([run, kind, metrics[kind], indexed[kind].generation, complete, lines[kind] > 0]), `${run} ${kind}`);
+  // of a live run once in a step and when it pauses, not with each conversation
+  const settled = useSettled(lines[kind]);
+  const [found, problem] = useLoaded(() => data.statistics(run, kind), JSON.stringify([run, kind, metrics[kind], indexed[kind].generation, complete, settled, lines[kind] > 0]), `${run} ${kind}`);
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!columns || !found) return html`<p class="loading">Loading…</p>`;
   if (!found.steps.length) return html`<p class="loading">No conversations with a step yet.</p>`;

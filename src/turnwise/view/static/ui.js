@@ -69,6 +69,16 @@ export function useLoaded(load, key, like = key) {
   return state[2] === like ? state : [null, null, like];
 }
 
+/** The value that stood for a second: what is computed from a growing file follows it when it pauses. */
+export function useSettled(value) {
+  const [settled, setSettled] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(value), 1000);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return settled;
+}
+
 /** Calls `handler(event)` for keys that are not typed into a field. The handler is always that of the last rendering.
  *  It listens as soon as it is rendered: an effect would begin after the next frame, and a key that is pressed before would be lost. */
 export function useKeys(handler) {
