@@ -1,9 +1,9 @@
 """Mixed precision, deterministic algorithms, where values overflow, and the options of attention that `sdpa` ignores.
 
 Mixed precision computes matrix products in bfloat16 with parameters in float32 (torch.autocast). Norms, the residual stream,
-the output layer and the softmax of the output stay in float32, and gradients of parameters are float32. The output layer does,
-because bfloat16 has steps of 0.25 between 32 and 64: engine and trainer would round the logits of a pretrained model to
-log-probabilities that differ by more than an update changes them.
+the logits and their softmax stay in float32, and gradients of parameters are float32. The logits do, because bfloat16 has steps
+of 0.25 between 32 and 64: engine and trainer would round the logits of a pretrained model to log-probabilities that differ by
+more than an update changes them. The products of the output layer's backward pass are in bfloat16, as those of other layers.
 
 transformers passes the options of a layer to the attention function as keyword arguments, and `sdpa` silently drops those that
 it does not support: the soft cap of Gemma 2 and VaultGemma, the attention sinks of gpt-oss, the token selection of sparse
@@ -45,17 +45,51 @@ def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]
 
 
 def output_layer_in_float32(model: Any) -> None:
-    """Let the output layer of a model compute in float32 also under `autocast`, in place. A second call changes nothing."""
+    """Let the output layer of a model compute logits in float32 also under `autocast`, in place. A second call changes nothing.
+
+    The gradients of a plain linear layer are products in bfloat16.
+    """
     head: Any = model.get_output_embeddings()
     if head is not None and not getattr(head, "turnwise_float32", False):
         head.turnwise_float32 = True
         # an attribute of the layer: a copy of the model gets layers of its own
-        head.forward = functools.partial(_without_autocast, head.forward)
+        head.forward = (
+            functools.partial(_logits_of, head)
+            if type(head) is torch.nn.Linear and "forward" not in vars(head)
+            else functools.partial(_without_autocast, head.forward)
+        )
 
 
 def _without_autocast(forward: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
     with torch.autocast(values.device.type, enabled=False):
         return forward(values.float())
+
+
+def _logits_of(head: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    return _LinearWithBfloat16Gradients.apply(values, head.weight, head.bias)
+
+
+class _LinearWithBfloat16Gradients(torch.autograd.Function):
+    """A linear layer that computes in float32, and its gradients as autocast does: in bfloat16, from float32 to float32."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        with torch.autocast(values.device.type, enabled=False):
+            ctx.save_for_backward(values, weight)
+            return torch.nn.functional.linear(values.float(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        of_values, of_weight, of_bias = ctx.needs_input_grad
+        with torch.autocast(values.device.type, enabled=False):
+            gradient = gradients[0].to(torch.bfloat16)
+            rows = gradient.flatten(0, -2)
+            return (
+                gradient.matmul(weight.to(torch.bfloat16)).to(values.dtype) if of_values else None,
+                rows.mT.matmul(values.flatten(0, -2).to(torch.bfloat16)).to(weight.dtype) if of_weight else None,
+                gradients[0].flatten(0, -2).sum(dim=0) if of_bias else None,
+            )
 
 
 def product_dtype(values: torch.Tensor) -> torch.dtype:
