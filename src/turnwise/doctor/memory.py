@@ -43,7 +43,7 @@ from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import RECURRENT_TYPES, context_length, key_widths
-from turnwise.models.precision import autocast
+from turnwise.models.precision import autocast, output_layer_in_float32
 from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.models.vision import VisionAdapter
 from turnwise.options.algorithm import LoraSection, OptimizationSection, OptimizerSection
@@ -308,6 +308,8 @@ def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int
             with_fast_layers(model)
         elif kernels.expects_kernels(options.source.kernels):
             kernels.replace_layers(model, kernels.of_trace())
+        if options.mixed:
+            output_layer_in_float32(model)  # its gradients have copies of their own
         fake.allow_non_fake_inputs = True
         live, activations = _LiveBytes(model.parameters()), 0
         with live:

@@ -53,16 +53,18 @@ def output_layer_in_float32(model: Any) -> None:
     if head is not None and not getattr(head, "turnwise_float32", False):
         head.turnwise_float32 = True
         # an attribute of the layer: a copy of the model gets layers of its own
-        head.forward = (
-            functools.partial(_logits_of, head)
-            if type(head) is torch.nn.Linear and "forward" not in vars(head)
-            else functools.partial(_without_autocast, head.forward)
-        )
+        head.forward = _forward_in_float32(head)
 
 
 def _without_autocast(forward: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
     with torch.autocast(values.device.type, enabled=False):
         return forward(values.float())
+
+
+def _forward_in_float32(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    if type(head) is torch.nn.Linear and "forward" not in vars(head):
+        return functools.partial(_logits_of, head)
+    return functools.partial(_without_autocast, head.forward)
 
 
 def _logits_of(head: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
