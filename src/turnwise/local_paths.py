@@ -207,7 +207,8 @@ def _advice(path: str | Path, failed: Failed) -> str:
     if found(LocalEntryNotFoundError, OfflineModeIsEnabled):
         return (
             f"The hub is not reached, the cache (HF_HOME) has no such model, and there is no directory {os.path.abspath(path)}: "
-            f"correct the path, or run `hf download {path} --local-dir DIR` where there is a network, and give DIR"
+            f"correct the path, or run `hf download {path} --local-dir DIR` where there is a network, and give DIR "
+            f"(`turnwise init DIR` makes a tiny model to try with, DIR/model)"
         )
     return A_MODEL[0].upper() + A_MODEL[1:]
 

@@ -43,6 +43,7 @@ from turnwise.record.evaluation import (
     estimate,
     paired_test,
 )
+from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal import report
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress, stages
@@ -182,6 +183,32 @@ def test_a_run_whose_steps_are_done_says_so_and_how_to_go_on(done: int, evaluate
     report.begin(config, done=done, notes=[], evaluates=evaluates)
     report.close()
     assert written.getvalue().startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best", "said"),
+    [
+        ([0.9, 0.5, 0.7, 0.6], None, "highest after step 2 (0.700): checkpoint.best=reward/mean keeps"),
+        ([0.9, 0.5, 0.7, 0.6], "reward/mean", None),  # it was kept
+        ([0.1, 0.5, 0.7, 0.7], None, None),  # the last is one of the best
+        ([0.9, 0.5], None, None),  # step 0 is the start model
+    ],
+)
+def test_the_end_of_a_run_names_an_evaluation_that_was_better_than_the_last(
+    tmp_path: Path, rewards: list[float], best: str | None, said: str | None
+) -> None:
+    written = io.StringIO()
+    report = TrainReport(Terminal(file=written, width=200))
+    tree = {"model": "m", "data": "r.jsonl", "environment": "a:b", "checkpoint": {"best": best}, "eval": {"every": 1}}
+    report.begin(Config.model_validate(tree), done=0, notes=[])
+    directory = RunDirectory(tmp_path)
+    directory.evaluations.write_text(
+        "".join(json.dumps({"step": step, "reward/mean": reward}) + "\n" for step, reward in enumerate(rewards))
+    )
+    directory.metrics.write_text("")
+    report.end(directory, tmp_path / "checkpoint")
+    assert ("the held-out reward was highest" in written.getvalue()) == (said is not None)
+    assert said is None or said in written.getvalue()
 
 
 def an_evaluation() -> EvaluationResult:

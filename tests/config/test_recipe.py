@@ -109,6 +109,11 @@ def test_what_is_no_recipe_is_told(tmp_path: Path) -> None:
     assert "is not YAML: " in refused(write(tmp_path, "model: {path: m"))
     assert refused(write(tmp_path, "- a\n- b")).endswith("must contain a mapping of options; it contains a list")
     assert refused(write(tmp_path, "")).endswith("must contain a mapping of options; it contains a NoneType")
+    script = write(tmp_path, "python3 -m verl.trainer.main_ppo data.train_files=x")
+    assert refused(script).endswith(f"TRL, `turnwise convert {script} --out recipe.yaml` makes one")
+    assert "train.prompts; it is called train.batch_size here" in refused(
+        write(tmp_path, {"model": "m", "data": "x", "train": {"prompts": 4}})
+    )
     (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9\n")
     assert "latin.yaml is not UTF-8: invalid continuation byte" in refused(tmp_path / "latin.yaml")
 
@@ -136,7 +141,8 @@ def test_overrides_are_yaml_and_may_reach_into_what_is_not_there(recipe: Path) -
 
 
 def test_an_override_may_reach_into_an_environment_in_short(tmp_path: Path) -> None:
-    path = write(tmp_path, {**LEAST, "environment": "a:b"})
+    path = write(tmp_path, {**LEAST, "data": "rows.jsonl", "environment": "a:b"})
+    assert loaded(path, "data.max_rows=3").data.model_dump(exclude_unset=True) == {"train": "rows.jsonl", "max_rows": 3}
     config = loaded(path, "environment.arguments.tries=2")
     assert (config.environment.use, config.environment.arguments) == ("a:b", {"tries": 2})
     assert loaded(path, "environment=c:d").environment.use == "c:d"
@@ -740,6 +746,7 @@ def test_a_value_that_is_no_value_is_refused_with_the_override(recipe: Path, val
         ({"reward": ["f.py:g"]}, {"reward": {"trajectory": [{"use": "f.py:g"}]}}),
         ({"reward": "f.py:g"}, {"reward": {"trajectory": ["f.py:g"]}}),
         ({"model": "some/model"}, {"model": {"path": "some/model"}}),
+        ({"data": "rows.jsonl"}, {"data": {"train": "rows.jsonl"}}),
         ({"model": {"path": "m", "lora": True}}, {"model": {"path": "m", "lora": {"rank": 16}}}),
         ({"model": {"path": "m", "lora": 4}}, {"model": {"path": "m", "lora": {"rank": 4}}}),
         ({"model": {"path": "m", "lora": False}}, {"model": {"path": "m"}}),

@@ -40,7 +40,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "train.warmup_steps": ("lr_warmup_steps",),
     "train.steps": ("max_steps", "total_training_steps"),
     "train.epochs": ("num_train_epochs", "num_epochs", "total_epochs"),
-    "train.batch_size": ("train_batch_size", "rollout_batch_size"),
+    "train.batch_size": ("train_batch_size", "rollout_batch_size", "prompts", "prompts_per_step", "num_prompts"),
     "train.group_size": ("num_generations", "n", "rollout_n", "num_return_sequences"),
     "train.minibatches": ("num_mini_batches",),
     "train.ppo_epochs": ("num_iterations", "num_ppo_epochs", "update_epochs"),
@@ -460,6 +460,7 @@ _NAMED = named_sections(Config)
 _OWN = [section for section, classes in _NAMED.items() if OWN in classes]
 """Sections that may name a function of the user."""
 _SHORT = {
+    "data": "train",
     "environment": "use",
     "loss_mask": "use",
     "tool_format": "use",
@@ -527,7 +528,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         raise ConfigError(f"{problem}; recipes are YAML files, such as recipes/calculator.yaml")
     tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
+        text = isinstance(tree, str)  # such as a script
+        how = (
+            f": of a script of verl, ms-swift or TRL, `turnwise convert {path} --out recipe.yaml` makes one"
+            if text
+            else ""
+        )
+        raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}{how}")
     notes = _override(tree, overrides)
     inserted, origins = insert_values(tree, where=str(path))
     return with_known_model(checked(inserted, source=str(path))).with_origins(origins), notes

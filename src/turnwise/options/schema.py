@@ -171,6 +171,8 @@ class DataSection(Section):
     escape_control_tokens: Literal["none", "tools", "all"] = "tools"
     """Whose texts cannot make control tokens such as `<|im_end|>`: `tools`, `all` (also users), `none`."""
 
+    _expand = short_for("train")
+
 
 # what answers the model
 

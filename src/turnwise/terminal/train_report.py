@@ -123,10 +123,12 @@ class TrainReport(Report):
         super().__init__(console, activity, label="training")
         self._rewards: list[float] = []
         self._example: types.Trajectory | None = None
+        self._keeps_best = False
 
     def begin(self, config: Config, *, done: int, notes: Sequence[str], evaluates: bool = False) -> None:
         """Print what begins; `done` steps are finished already. `evaluates`: an evaluation comes first."""
         options = config.train
+        self._keeps_best = config.checkpoint.best is not None
         self.start(
             f"training {config.model.path}: {counted(options.total_steps, 'step')} of {counted(options.batch_size, 'row')} x "
             f"{counted(options.group_size, 'conversation')}, into {config.output}",
@@ -168,6 +170,8 @@ class TrainReport(Report):
             with contextlib.suppress(RunError):
                 if (change := held_out_change(directory.path)) is not None:
                     self.console.print(change_line(change))
+        if not self._keeps_best and (passed := _passed_best(evaluations)) is not None:
+            self.print_line(passed)
         if self._example is not None:
             self.print_line("one of the best conversations of the last evaluation:")
             self.console.print(conversation(self._example))
@@ -186,6 +190,18 @@ class TrainReport(Report):
             row = [_figure(metrics, name) for name, _ in _COLUMNS]
             table.add_row(*row, _speed(metrics), f"{metrics['seconds/step']:.2f}")
         return Group(table, Text(f"reward {sparkline(self._rewards)}"))
+
+
+def _passed_best(evaluations: Lines) -> str | None:
+    """What to say of an evaluation after the first one that was better than the last; None if there is none."""
+    known = [line for line in evaluations if line["step"] and line["reward/mean"] is not None]
+    best = max(known, key=lambda line: line["reward/mean"], default=None)
+    if best is None or best["reward/mean"] <= known[-1]["reward/mean"]:
+        return None
+    return (
+        f"the held-out reward was highest after step {best['step']} ({number(best['reward/mean'])}): "
+        f"checkpoint.best=reward/mean keeps that checkpoint"
+    )
 
 
 def _figure(metrics: Mapping[str, Any], name: str) -> str:
