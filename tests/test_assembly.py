@@ -585,10 +585,14 @@ def test_long_answers_are_cut_as_the_recipe_says(tools_user: str, options: dict[
 
 
 def test_calls_beyond_the_recipes_bound_are_told_so(tools_user: str) -> None:
-    config = tools_a_config(tools=[f"{tools_user}:long"], tool_calls={"max_parallel_calls": 1})
-    ((first, second),) = outcomes(config, call("long") * 2)
-    assert first == "0123456789" * 3
-    assert second.startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
+    for name, told in (
+        ("max_parallel_calls", "Error: at most 1 tool call can be made in one turn, and this turn has 2"),
+        ("max_calls", "Error: at most 1 tool call can be made in this conversation. This call was not run"),
+    ):
+        config = tools_a_config(tools=[f"{tools_user}:long"], tool_calls={name: 1})
+        ((first, second),) = outcomes(config, call("long") * 2)
+        assert first == "0123456789" * 3
+        assert second.startswith(told)
 
 
 @pytest.mark.slow
@@ -634,6 +638,10 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(tools_user: str, mcp: 
         (
             {"tool_calls": {"max_parallel_calls": 2}},
             "tool_calls.max_parallel_calls has no effect without tools: set tools or mcp.servers",
+        ),
+        (
+            {"tool_calls": {"max_calls": 2}},
+            "tool_calls.max_calls has no effect without tools: set tools or mcp.servers",
         ),
         (
             {"tools": ["{user}:long"], "tool_calls": {"tool_response_truncate_side": "left"}},

@@ -119,7 +119,10 @@ TESTED: Mapping[str, str] = {
         ("tool_calls.constrain", "tool_calls.choice", "sampling.response_format"),
         "training/test_constrained.py::test_the_options_of_the_recipe_reach_the_turns",
     ),
-    "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
+    **{
+        f"tool_calls.{name}": _tools("calls_beyond_the_recipes_bound_are_told_so")
+        for name in ("max_parallel_calls", "max_calls")
+    },
     "tool_calls.max_tool_response_length": _CUT,
     "tool_calls.tool_response_truncate_side": _CUT,
     "tool_calls.tool_response_unit": _CUT,

@@ -691,6 +691,31 @@ def test_calls_that_cannot_be_run_take_no_place() -> None:
     assert [outcome.error for outcome in reply.outcomes] == ["malformed", "unknown_tool", None, "parallel"]
 
 
+def test_a_conversation_makes_no_more_calls_than_its_bound() -> None:
+    """Over its turns; refused calls and those that cannot be run take no place."""
+    made: list[int] = []
+
+    async def note() -> str:
+        """Note."""
+        made.append(1)
+        return "noted"
+
+    def errors(tools: Tools, *calls: ToolCall) -> list[str | None]:
+        return [outcome.error for outcome in answered(tools, *calls).outcomes]
+
+    tools = Tools([note], max_parallel_calls=2, max_calls=3)
+    strange = ToolCall(id="call_y", name="nothing", arguments={}, text="")
+    assert errors(tools, *calls_of("note", 3)) == [None, None, "parallel"]
+    assert errors(tools, strange, *calls_of("note", 2)) == ["unknown_tool", None, "max_calls"]
+    assert errors(tools, *calls_of("note", 1)) == ["max_calls"]
+    assert len(made) == 3
+    assert errors(Tools([note], max_calls=3), *calls_of("note", 1)) == [None]  # another conversation
+    with pytest.raises(ConfigError, match="max_calls=0 is not allowed;"):
+        Tools([note], max_calls=0)
+    inner = Tools([], then=Tools([note], max_calls=1), max_calls=3)
+    assert errors(inner, *calls_of("note", 2)) == [None, "max_calls"]
+
+
 def test_the_bound_of_a_layer_in_front_of_a_layer_is_the_stricter_one() -> None:
     async def note() -> str:
         """Note."""

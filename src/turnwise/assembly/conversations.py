@@ -263,7 +263,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     tools = [tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     source, environment_tools = _check_environment(config, constructor, tools)
     refuse_unused_tool_options(config, environment_has_tools=bool(environment_tools))
-    max_parallel_calls, cut = config.tool_calls.max_parallel_calls, truncation(config, encode)
+    bounds = {name: getattr(config.tool_calls, name) for name in ("max_parallel_calls", "max_calls")}
+    cut = truncation(config, encode)
     servers = mcp_servers(config)
     sources = _tool_names(config, tools, environment_tools)
     if servers is not None:
@@ -272,7 +273,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
     def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
         all_tools = [*tools, *more]
-        return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
+        return Tools(all_tools, then=then, truncation=cut, **bounds) if all_tools else then
 
     if source is not None:
         ways = _ways(source, config)

@@ -60,7 +60,8 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "named",
         "tool_calls.",
-        "describe constrain choice max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
+        "describe constrain choice max_parallel_calls max_calls max_tool_response_length tool_response_truncate_side "
+        "tool_response_unit",
     ),
     # policies of agents
     **_all("named", "policies[].", "name path dtype bits endpoint reference temperature top_p top_k min_p"),

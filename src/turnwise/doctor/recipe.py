@@ -127,7 +127,8 @@ def rewards(config: Config, groups: Sequence[Group], *, scripted: bool) -> Check
     if not scripted and config.credit.name != "none" and len(scored) > 1 and _all_equal(scored):
         text += (
             f". The rewards are all equal, and nothing can be learned from equal rewards of a row. The parts are "
-            f"{_values(scored, config)}: call what should tell these conversations apart on an answer that is right, and on one that is wrong"
+            f"{_values(scored, config)}: call what should tell these conversations apart on an answer that is right, and on "
+            f"one that is wrong"
         )
         return Check(name, "note", text)
     return Check(name, "ok", text)

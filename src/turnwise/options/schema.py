@@ -242,6 +242,8 @@ class ToolCallsSection(Section):
     """`required`: each turn is reasoning and calls, by a grammar."""
     max_parallel_calls: Positive | None = None
     """Most calls run in a turn; further ones get an error."""
+    max_calls: Positive | None = None
+    """Most calls run in a conversation; further ones get an error."""
     max_tool_response_length: Positive | None = None
     """Longest result. Null: a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"

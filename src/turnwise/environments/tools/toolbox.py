@@ -47,18 +47,24 @@ class Tools:
         *,
         then: Environment | None = None,
         max_parallel_calls: int | None = None,
+        max_calls: int | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`max_parallel_calls` bounds the calls of one turn. `truncation` is for tools without their own truncation."""
-        if max_parallel_calls is not None and max_parallel_calls <= 0:
-            raise ConfigError(f"max_parallel_calls={max_parallel_calls} is not allowed; it must be at least 1")
+        """`max_parallel_calls` bounds the calls of one turn, `max_calls` those of the conversation. `truncation` is for tools
+        without their own truncation."""
+        for name, bound in (("max_parallel_calls", max_parallel_calls), ("max_calls", max_calls)):
+            if bound is not None and bound <= 0:
+                raise ConfigError(f"{name}={bound} is not allowed; it must be at least 1")
         ready = [_ready(tool, truncation) for tool in tools]
         if type(then) is Tools:  # two nested `Tools` become one
             ready = [*then._ready, *ready]
-            bounds = [bound for bound in (max_parallel_calls, then._max_parallel_calls) if bound is not None]
-            max_parallel_calls, then = min(bounds, default=None), then._inner
+            max_parallel_calls = _stricter(max_parallel_calls, then._max_parallel_calls)
+            max_calls, then = _stricter(max_calls, then._max_calls), then._inner
         self._ready = ready
         self._max_parallel_calls = max_parallel_calls
+        self._max_calls = max_calls
+        self._made = 0
+        """The calls of the conversation that were run so far, if `max_calls` bounds them."""
         self._inner = then if then is not None else SingleTurn()
         all_tools = [tool for item in ready for tool in (item.tools if isinstance(item, Toolbox) else (item,))]
         self._tools = {tool.name: tool for tool in all_tools}
@@ -137,7 +143,7 @@ class Tools:
             raise Failed(Failure("environment", "; ".join(messages)))
 
     async def _answer(self, calls: Sequence[ToolCall], offered: Sequence[ToolSchema]) -> list[Answer]:
-        """Run calls concurrently. Calls beyond `max_parallel_calls` get an error; calls that cannot be run do not count.
+        """Run calls concurrently. Calls beyond the bounds get an error; calls that cannot be run do not count.
 
         `offered` are the tools that the model was offered: an outer environment may have withdrawn some.
         """
@@ -145,22 +151,10 @@ class Tools:
         runnable = [
             call for call in calls if call.error is None and call.name in self._tools and call.name not in withdrawn
         ]
-        too_many = (
-            {id(call) for call in runnable[self._max_parallel_calls :]}
-            if self._max_parallel_calls is not None
-            else set()
-        )
-
-        most = self._max_parallel_calls
+        refused = self._beyond_bounds(runnable)
 
         async def answer(call: ToolCall) -> Answer:
-            if id(call) in too_many:
-                text = (
-                    f"at most {most} tool call{'s' * (most != 1)} can be made in one turn, and this turn has {len(runnable)}. "
-                    f"This call was not run; make it in your next turn"
-                )
-                return failed(call, "parallel", text)
-            return await self._run(call, withdrawn)
+            return refused[id(call)] if id(call) in refused else await self._run(call, withdrawn)
 
         if len(calls) == 1:
             return [await answer(calls[0])]
@@ -170,6 +164,29 @@ class Tools:
         finally:
             for task in tasks:
                 task.cancel()  # if this task is cancelled, some calls may still run
+
+    def _beyond_bounds(self, runnable: Sequence[ToolCall]) -> dict[int, Answer]:
+        """The answers to the calls of a turn that are not run, by the identity of the call. The others count as made."""
+        most, refused = self._max_parallel_calls, dict[int, Answer]()
+        run = list(runnable)
+        if most is not None:
+            for call in runnable[most:]:
+                text = (
+                    f"at most {most} tool call{'s' * (most != 1)} can be made in one turn, and this turn has {len(runnable)}. "
+                    f"This call was not run; make it in your next turn"
+                )
+                refused[id(call)] = failed(call, "parallel", text)
+            run = run[:most]
+        if self._max_calls is not None:
+            left = self._max_calls - self._made
+            for call in run[left:]:
+                text = (
+                    f"at most {self._max_calls} tool call{'s' * (self._max_calls != 1)} can be made in this conversation. "
+                    f"This call was not run; go on without tools"
+                )
+                refused[id(call)] = failed(call, "max_calls", text)
+            self._made += len(run[:left])
+        return refused
 
     async def _run(self, call: ToolCall, withdrawn: Set[str]) -> Answer:
         if call.error is not None:
@@ -271,6 +288,11 @@ async def _closed(close: Callable[[], Awaitable[None]], name: str) -> str | None
     except TimeoutError:
         return f"{name} did not close in {_CLOSE_TIMEOUT:g} s"
     return None
+
+
+def _stricter(bound: int | None, other: int | None) -> int | None:
+    """The smaller of two bounds; None is no bound."""
+    return min((one for one in (bound, other) if one is not None), default=None)
 
 
 def _names_of(tools: Sequence[ToolSchema]) -> Set[str]:
