@@ -575,6 +575,8 @@ def _convert_data(builder: TrlRecipeBuilder) -> None:
             builder.reject("eval_steps", SHARE_OF_STEPS.format("eval.every"))
         elif steps:
             builder.set("eval.every", steps, "eval_steps")
+        if builder.trainer == "grpo" and not values.get("num_generations_eval"):
+            builder.set("eval.samples_per_row", builder.value("num_generations"), "num_generations")
         reason = "TRL evaluates on the same data set's split dataset_test_split: set data.eval to null if there is none"
         if own is None:
             builder.assume("data.eval", builder.get("data.train"), reason)

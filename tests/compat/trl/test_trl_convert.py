@@ -203,7 +203,8 @@ def test_steps_epochs_and_evaluations_of_other_configurations(model: Path, tmp_p
     assert unsaid(small, OPEN_R1_SMALL) == set()
     assert small.recipe["train"]["batch_size"] == 16 * 16 * 7 // 7
     assert small.recipe["data"]["eval"] == "AI-MO/NuminaMath-TIR"
-    assert small.recipe["eval"] == {"every": 100}
+    # as many conversations of a row as in training, as TRL does without num_generations_eval
+    assert small.recipe["eval"] == {"every": 100, "samples_per_row": 7}
     assert small.recipe["engine"]["arguments"] == ["--gpu-memory-utilization", "0.7"]
     assert {"dataset_configs", "reward_funcs"} == {one.key for one in small.refused()}
     countdown = from_trl_arguments(COUNTDOWN)
