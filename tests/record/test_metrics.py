@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from support.conversations import Says, a_row, a_table, call, hold, scripted
+from support.conversations import Says, a_row, a_table, call, hold, hold_all, scripted
 from support.runs import a_run
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
@@ -58,7 +58,7 @@ from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.terminal.run_card import model_card
-from turnwise.types import Failure, Group, Row, ToolCall, ToolOutcome, Trajectory, Turn
+from turnwise.types import Failure, Group, Row, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 # Metrics of conversations, and the list of their names.
 
@@ -121,6 +121,14 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "stop/error": 0.25,
     }
     assert metrics["tokens/sampled"] == len(good + bad) + 1 + 4 + 4 + 3 * (len(good) + 1)
+
+
+def test_calls_in_a_turn_that_a_limit_cut_are_counted_and_never_made() -> None:
+    limits = Limits(turns=2, tokens_per_turn=len(call("f", '{"x": 1}')) + 5)
+    (cut,) = hold_all(scripted([call("f", '{"x": 1}') + " And then"]), lambda: Tools([f]), limits=limits)
+    assert (cut.stop, [turn.outcomes for turn in cut.turns]) == (Stop.LENGTH, [()])
+    metrics = conversation_metrics([Group(id="1", row=cut.row, trajectories=[cut])])
+    assert (metrics["tool_calls/mean"], metrics["tool_errors/mean"]) == (1.0, 0.0)
 
 
 def test_entropy_is_the_mean_of_what_was_sampled() -> None:
