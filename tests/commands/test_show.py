@@ -321,6 +321,22 @@ def test_errors_of_tools_are_counted_by_tool_and_message(run: Path) -> None:
     ]
 
 
+def test_messages_of_a_group_that_differ_are_not_given_as_one(run: Path) -> None:
+    async def temperature(station: int) -> int:
+        """Read."""
+        raise ValueError(f"no station in {station}")
+
+    for step in (3, 4):
+        one = hold(Says(call("temperature", f'{{"station": {step}}}'), "?"), lambda: Tools([temperature]))
+        failed = hold(Says(RuntimeError(f"dead after {step} s")))
+        write_trajectories(run / "trajectories.jsonl", [scored(one, 0.0), failed], step=step)
+    lines = shown(run).splitlines()
+    others = "(latest in step 4; others differ in numbers or quoted texts)"
+    assert f"  2 x temperature, raised: no station in 4 {others}" in lines
+    assert f"  2 x engine: RuntimeError: dead after 4 s {others}" in lines
+    assert "  1 x engine: RuntimeError: dead (latest in step 2)" in lines
+
+
 def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

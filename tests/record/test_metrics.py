@@ -156,7 +156,9 @@ def test_failures_are_counted_and_the_frequent_ones_come_first() -> None:
 
     assert failures([broken("a", "", "b"), broken("b", "b")]) == ["environment (3 times): b", "environment: a"]
     of_rows = broken("row '7' has no column 'a'", "row '12' has no column 'a'")
-    assert failures([of_rows]) == ["environment (2 times): row '7' has no column 'a'"]
+    assert failures([of_rows]) == [
+        "environment (2 times, some with other numbers or quoted texts): row '7' has no column 'a'"
+    ]
     assert failures([broken("", "")]) == []
 
 
@@ -618,10 +620,14 @@ def test_failures_with_other_numbers_and_names_are_one_group() -> None:
             (3, "c", "environment", "timeout after 31 s"),
         ]
     )
-    assert [(g.kind, g.count, g.step, g.id, g.message) for g in groups] == [
-        ("environment", 2, 3, "c", "timeout after 31 s"),
-        ("reward", 1, 2, "b", "KeyError: 'x'"),
+    assert [(g.kind, g.count, g.step, g.id, g.message, g.differ) for g in groups] == [
+        ("environment", 2, 3, "c", "timeout after 31 s", True),
+        ("reward", 1, 2, "b", "KeyError: 'x'", False),
     ]
+    same = group_failures([(step, "a", "reward", "KeyError: 'x'") for step in (1, 2)])
+    assert [(g.count, g.differ) for g in same] == [(2, False)]
+    back = group_failures([(1, "a", "reward", f"KeyError: {name!r}") for name in "xyy"])
+    assert [(g.count, g.message, g.differ) for g in back] == [(3, "KeyError: 'y'", True)]
 
 
 def test_calls_of_tools_are_counted_with_their_errors_by_message() -> None:

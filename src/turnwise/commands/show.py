@@ -656,8 +656,11 @@ def _shown_tool(name: str) -> str:
 
 
 def _failure(group: FailureGroup, what: str) -> str:
-    latest = "" if group.step is None else f" (latest in step {group.step})"
-    return f"{group.count} x {what}: {group.message}{latest}"
+    notes = [] if group.step is None else [f"latest in step {group.step}"]
+    if group.differ:
+        notes.append("others differ in numbers or quoted texts")
+    said = f" ({'; '.join(notes)})" if notes else ""
+    return f"{group.count} x {what}: {group.message}{said}"
 
 
 # `turnwise view`
