@@ -321,6 +321,22 @@ def test_errors_of_tools_are_counted_by_tool_and_message(run: Path) -> None:
     ]
 
 
+def test_messages_of_a_group_that_differ_are_not_given_as_one(run: Path) -> None:
+    async def temperature(station: int) -> int:
+        """Read."""
+        raise ValueError(f"no station in {station}")
+
+    for step in (3, 4):
+        one = hold(Says(call("temperature", f'{{"station": {step}}}'), "?"), lambda: Tools([temperature]))
+        failed = hold(Says(RuntimeError(f"dead after {step} s")))
+        write_trajectories(run / "trajectories.jsonl", [scored(one, 0.0), failed], step=step)
+    lines = shown(run).splitlines()
+    others = "(latest in step 4; others differ in numbers or quoted texts)"
+    assert f"  2 x temperature, raised: no station in 4 {others}" in lines
+    assert f"  2 x engine: RuntimeError: dead after 4 s {others}" in lines
+    assert "  1 x engine: RuntimeError: dead (latest in step 2)" in lines
+
+
 def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +351,42 @@ def test_chosen_conversations_are_lines_of_json_as_the_record_has_them(
     assert json.loads(capsys.readouterr().out)["row"]["id"] == "low"
     assert main(["show", str(run), "--step", "1", "--failed", "--json"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_last_step_is_that_of_the_record_or_of_its_evaluations(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trajectories(run / "eval_trajectories.jsonl", [scored(hold(Says("x"), row=a_row(id="first")), 0.0)], step=0)
+    write_trajectories(run / "eval_trajectories.jsonl", [scored(hold(Says("x"), row=a_row(id="held")), 0.0)], step=10)
+
+    def ids(*words: str) -> list[str]:
+        assert main(["show", str(run), "--step", "last", "--json", *words]) == 0
+        return [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
+
+    assert ids() == ["broken/0", "middle/0"]
+    assert ids("--worst", "1") == ["middle/0"]
+    assert ids("--eval") == ["held/0"]
+    with pytest.raises(RunError, match=r"matches \(its steps are 1 to 2\)"):
+        shown(run, step="last", row="low")
+    assert "no conversation of step 10 failed" in shown(run, step="last", failed=True, evaluation=True)
+
+
+def test_a_record_without_steps_has_no_last_one(run: Path) -> None:
+    write_trajectories(run / "eval_trajectories.jsonl", [hold(Says("x"))])
+    with pytest.raises(
+        RunError, match=r"^no conversation in .*eval_trajectories\.jsonl has a step, so there is no last"
+    ):
+        shown(run, step="last", evaluation=True)
+
+
+@pytest.mark.parametrize("text", ["-1", "lst", "1.5"])
+def test_what_is_no_step_is_refused_with_the_word_for_the_last_one(
+    run: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", str(run), "--step", text])
+    message = f"{text!r} is no step: give a number of at least 0, or last for the last step"
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,11 @@ from turnwise.record.evaluation import (
     paired_test,
 )
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.summary import HeldOutChange
 from turnwise.terminal import report
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress, stages
+from turnwise.terminal.runs import change_line
 from turnwise.terminal.tables import p_value, print_results
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
@@ -458,6 +460,14 @@ def test_a_small_p_value_is_not_printed_as_0() -> None:
     small = paired_test([1.0 + n / 1000 for n in range(40)], [n % 2 / 1000 for n in range(40)])
     assert [p_value(p) for p in (small.p_t, small.p_sign_flip)] == ["<1e-15", "5.0e-05"]
     assert [p_value(p) for p in (None, 0.0412, 1.0, 3.2e-9, 0.0)] == ["-", "0.0412", "1.0000", "3.2e-09", "<1e-15"]
+
+
+@pytest.mark.parametrize(("p", "said"), [(1e-20, "p < 1e-15"), (0.0412, "p = 0.0412"), (None, "p = -")])
+def test_the_change_on_held_out_rows_has_one_sign_before_p(p: float | None, said: str) -> None:
+    test = replace(paired_test([1.0, 0.5], [0.0, 0.0]), p_t=p)
+    before, after = estimate([0.0, 0.0]), estimate([1.0, 0.5])
+    line = change_line(HeldOutChange(first_step=0, last_step=4, before=before, after=after, test=test))
+    assert line.plain.endswith(f", {said} (paired t-test)")
 
 
 def test_the_story_of_given_answers_has_no_log_probabilities() -> None:

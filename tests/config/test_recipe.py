@@ -942,6 +942,13 @@ def test_the_estimator_of_a_recipe_that_names_none(credit_recipe: Path, override
     [
         ([TURN_REWARD], "reward.turns gives turns rewards"),
         (["tools=[t.py:tool]"], "tools may give turns rewards"),
+        (["mcp.servers=m.json", "tools=[t.py:tool]"], "tools may give turns rewards"),
+        (["mcp.servers=m.json", "mcp.use=mine.py:Servers"], "tools may give turns rewards"),
+        (["mcp.servers=m.json", "reward.kl.coef=0.1"], "reward.kl gives turns rewards"),
+        (
+            ["mcp.servers=m.json"],
+            "the recipe has tools. Those of MCP servers give turns no rewards: consider credit.name=grpo",
+        ),
         ([ENVIRONMENT], "environment=mine.py:game may give turns rewards"),
         (["reward.kl.coef=0.1", REWARD], "reward.kl gives turns rewards"),
     ],

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from support.conversations import Says, a_row, a_table, call, hold, scripted
+from support.conversations import Says, a_row, a_table, call, hold, hold_all, scripted
 from support.runs import a_run
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
@@ -58,7 +58,7 @@ from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.terminal.run_card import model_card
-from turnwise.types import Failure, Group, Row, ToolCall, ToolOutcome, Trajectory, Turn
+from turnwise.types import Failure, Group, Row, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 # Metrics of conversations, and the list of their names.
 
@@ -123,6 +123,14 @@ def test_the_metrics_of_a_few_conversations() -> None:
     assert metrics["tokens/sampled"] == len(good + bad) + 1 + 4 + 4 + 3 * (len(good) + 1)
 
 
+def test_calls_in_a_turn_that_a_limit_cut_are_counted_and_never_made() -> None:
+    limits = Limits(turns=2, tokens_per_turn=len(call("f", '{"x": 1}')) + 5)
+    (cut,) = hold_all(scripted([call("f", '{"x": 1}') + " And then"]), lambda: Tools([f]), limits=limits)
+    assert (cut.stop, [turn.outcomes for turn in cut.turns]) == (Stop.LENGTH, [()])
+    metrics = conversation_metrics([Group(id="1", row=cut.row, trajectories=[cut])])
+    assert (metrics["tool_calls/mean"], metrics["tool_errors/mean"]) == (1.0, 0.0)
+
+
 def test_entropy_is_the_mean_of_what_was_sampled() -> None:
     groups = held(Says("abc"), size=1)
     asyncio.run(Scorer().score(groups))
@@ -148,7 +156,9 @@ def test_failures_are_counted_and_the_frequent_ones_come_first() -> None:
 
     assert failures([broken("a", "", "b"), broken("b", "b")]) == ["environment (3 times): b", "environment: a"]
     of_rows = broken("row '7' has no column 'a'", "row '12' has no column 'a'")
-    assert failures([of_rows]) == ["environment (2 times): row '7' has no column 'a'"]
+    assert failures([of_rows]) == [
+        "environment (2 times, some with other numbers or quoted texts): row '7' has no column 'a'"
+    ]
     assert failures([broken("", "")]) == []
 
 
@@ -610,10 +620,14 @@ def test_failures_with_other_numbers_and_names_are_one_group() -> None:
             (3, "c", "environment", "timeout after 31 s"),
         ]
     )
-    assert [(g.kind, g.count, g.step, g.id, g.message) for g in groups] == [
-        ("environment", 2, 3, "c", "timeout after 31 s"),
-        ("reward", 1, 2, "b", "KeyError: 'x'"),
+    assert [(g.kind, g.count, g.step, g.id, g.message, g.differ) for g in groups] == [
+        ("environment", 2, 3, "c", "timeout after 31 s", True),
+        ("reward", 1, 2, "b", "KeyError: 'x'", False),
     ]
+    same = group_failures([(step, "a", "reward", "KeyError: 'x'") for step in (1, 2)])
+    assert [(g.count, g.differ) for g in same] == [(2, False)]
+    back = group_failures([(1, "a", "reward", f"KeyError: {name!r}") for name in "xyy"])
+    assert [(g.count, g.message, g.differ) for g in back] == [(3, "KeyError: 'y'", True)]
 
 
 def test_calls_of_tools_are_counted_with_their_errors_by_message() -> None:

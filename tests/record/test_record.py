@@ -625,6 +625,22 @@ def test_a_data_set_is_written_once_and_never_empty(tmp_path: Path) -> None:
         write_dataset(file, tmp_path / "out", DatasetChoice(what="kto"))
 
 
+def test_the_last_step_of_a_record_is_found_by_its_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trajectories.jsonl"
+    for step in (2, 10):
+        write_trajectories(file, [replace(hold(Says("x"), row=a_row(id=f"of {step}")), reward=1.0)], step=step)
+    out = str(tmp_path / "out")
+    arguments = ["dataset", str(tmp_path), "--out", out, "--what", "sft", "--min-reward", "0", "--step", "last"]
+    assert main(arguments) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["of 10/0"]
+    file.unlink()
+    write_trajectories(file, [hold(Says("x"))])
+    arguments[3] = str(tmp_path / "none")
+    assert main(arguments) == 1
+    assert "has a step, so there is no last one" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_conversations_of_one_step_and_a_step_that_the_run_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,6 +136,12 @@ def test_the_overview_says_what_became_of_a_run(page: Any, address: str, run: Pa
     (run / "eval_trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
     lines = [{"step": 0, "reward/mean": 0.5}, {"step": 3, "reward/mean": 1.025}]
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    late = [
+        {**conversation(20 + n, step=3, reward=None), "error": {"kind": "environment", "message": f"late by {n} s"}}
+        for n in (1, 2)
+    ]
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in late)
     open_view(page, address, f"#/overview?run={run}")
     page.wait_for_selector("section[aria-label=Reward] canvas")
     text = page.inner_text("[aria-label=Overview]")
@@ -144,6 +150,7 @@ def test_the_overview_says_what_became_of_a_run(page: Any, address: str, run: Pa
     assert "+0.525 (" in text
     assert "Better on the same rows (sign-flip test, p = 0.03125): 6 rows better, 0 worse, 0 equal." in text
     assert "1 × environment: no luck latest (step 2)" in text
+    assert "2 × environment: late by 2 s (others differ in numbers or quoted texts) latest (step 3)" in text
     assert page.locator("table.options tr").all_inner_texts()[1:] == [
         "train.steps\t10\tnull",
         "train.lr\t0.5\t0.000001",

@@ -143,7 +143,10 @@ def credit_note(config: Config) -> str | None:
     if not isinstance(config.credit, AutoCredit):
         return None
     name = chosen_estimator(config).name
-    why = (
-        f"{turn_reward_source(config)} turns rewards" if name == "turn_return" else "turns have no rewards of their own"
-    )
+    if name != "turn_return":
+        why = "turns have no rewards of their own"
+    elif (source := turn_reward_source(config)) is not None:
+        why = f"{source} turns rewards"
+    else:  # grpo would compute other advantages, so the choice stays that of all recipes with tools
+        why = "the recipe has tools. Those of MCP servers give turns no rewards: consider credit.name=grpo"
     return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -125,6 +125,18 @@ def count(text: str) -> int:
 def step_number(text: str) -> int:
     """The number of a step, as the value of an argument. Evaluations before training have step 0."""
     return _integer(text, least=0)
+
+
+def step_or_last(text: str) -> int | Literal["last"]:
+    """The number of a step, or `last`, as the value of an argument."""
+    if text == "last":
+        return "last"
+    try:
+        return step_number(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no step: give a number of at least 0, or last for the last step"
+        ) from None
 
 
 def port(text: str) -> int:

@@ -6,9 +6,10 @@ import argparse
 import math
 from pathlib import Path
 
-from turnwise.commands.command import Context, count, print_lines, step_number
+from turnwise.commands.command import Context, count, print_lines, step_number, step_or_last
 from turnwise.errors import ConfigError, counted
 from turnwise.record.datasets import KINDS, DatasetChoice, write_dataset
+from turnwise.record.reader import RecordedTrajectories
 
 _NO_PAIR = (
     "without a pair: equal rewards, a difference below --margin, or fewer than two conversations that may be used"
@@ -37,7 +38,12 @@ def register_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-step", type=step_number, metavar="N", help="only conversations of training step N and later ones"
     )
-    parser.add_argument("--step", type=step_number, metavar="N", help="only conversations of training step N")
+    parser.add_argument(
+        "--step",
+        type=step_or_last,
+        metavar="N",
+        help="only conversations of training step N; last: of the last step of the record",
+    )
     parser.add_argument(
         "--best", type=count, metavar="N", help="sft: the N best conversations of each group; default: 1"
     )
@@ -94,7 +100,8 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
         )
     if options.step is not None and options.from_step is not None:
         raise ConfigError("--step and --from-step are both given: remove one of them")
-    first, last = (options.from_step, None) if options.step is None else (options.step, options.step)
+    step = RecordedTrajectories(options.run).last_step() if options.step == "last" else options.step
+    first, last = (options.from_step, None) if step is None else (step, step)
     choice = DatasetChoice(what=options.what, first_step=first, last_step=last, label=options.label, **given)
     written = write_dataset(options.run, options.out, choice)
     print_lines(

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
+from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_or_last
 from turnwise.errors import ConfigError, RunError, counted
 from turnwise.record.completeness import check_record
 from turnwise.record.failures import FailureGroup, FailureGroups, ToolCallCounts
@@ -98,7 +98,12 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         help="the directory of a run, such as runs/demo, of an evaluation, or of several runs",
     )  # fmt: skip
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
-    parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
+    parser.add_argument(
+        "--step",
+        type=step_or_last,
+        metavar="N",
+        help="the conversations of step N; last: of the last step of the record, with --eval of the last evaluation",
+    )
     parser.add_argument(
         "--row", metavar="ID",
         help="the conversations on the row with this id in all steps, one line each: step, sample, reward, last answer; with "
@@ -286,8 +291,8 @@ class Selection:
 
     id: str | None = None
     """The conversation with this id."""
-    step: int | None = None
-    """Conversations of this step."""
+    step: int | Literal["last"] | None = None
+    """Conversations of this step; `last`: of the last one of the record."""
     row: str | None = None
     """Conversations on the row with this id, without those of agents."""
     failed: bool = False
@@ -305,8 +310,13 @@ class Selection:
             name for name, count in (("--worst", self.worst), ("--best", self.best), ("--last", self.last)) if count
         ]
 
+    def numbered(self, recorded: RecordedTrajectories) -> Selection:
+        """With the number of the step that `last` stands for. Raises RunError if no conversation has a step."""
+        return replace(self, step=recorded.last_step()) if self.step == "last" else self
+
     def of(self, file: Path, damaged: list[str]) -> list[Trajectory]:
-        """The selected conversations of a file. Damaged lines are left out and described in `damaged`."""
+        """The conversations of a file that a `numbered` selection selects. Damaged lines are left out and described in
+        `damaged`."""
         if self == Selection(last=self.last):
             return RecordedTrajectories(file, damaged=damaged)[-self.last :]  # without reading the others
         matching = [
@@ -328,7 +338,7 @@ class Selection:
         """The conversations with this id or of this step, without reading the others; otherwise all."""
         if self.id is not None:
             return RecordedTrajectories(file, damaged=damaged).with_id(self.id)
-        if self.step is not None:
+        if isinstance(self.step, int):
             return RecordedTrajectories(file, damaged=damaged).of_step(self.step)
         return read(file, damaged=damaged)
 
@@ -375,9 +385,10 @@ def show(
             f"{run.absolute()} has no conversations: it ended before its first step; `turnwise show {run}` says how"
         )
     damaged: list[str] = []
+    recorded = RecordedTrajectories(path, damaged=[])
+    selection = selection.numbered(recorded)
     trajectories = selection.of(path, damaged)
     print_lines(Console(stderr=True) if form == "json" else console, damage_notes(damaged), style="yellow")
-    recorded = RecordedTrajectories(path, damaged=[])
     if not trajectories:
         _nothing_found(console, run, selection, recorded, form=form)
     for trajectory in trajectories:
@@ -645,8 +656,11 @@ def _shown_tool(name: str) -> str:
 
 
 def _failure(group: FailureGroup, what: str) -> str:
-    latest = "" if group.step is None else f" (latest in step {group.step})"
-    return f"{group.count} x {what}: {group.message}{latest}"
+    notes = [] if group.step is None else [f"latest in step {group.step}"]
+    if group.differ:
+        notes.append("others differ in numbers or quoted texts")
+    said = f" ({'; '.join(notes)})" if notes else ""
+    return f"{group.count} x {what}: {group.message}{said}"
 
 
 # `turnwise view`

@@ -129,15 +129,16 @@ def _idle_problems(config: Config, section: CreditSection) -> list[tuple[bool, s
     ]
 
 
-def turn_reward_source(config: Config) -> str:
-    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does."""
+def turn_reward_source(config: Config) -> str | None:
+    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does. None: the only
+    tools are those of MCP servers, whose results have no reward."""
     if config.reward.turns:
         return "reward.turns gives"
-    if not environment_may_reward(config):
-        return "reward.kl gives"
     if config.environment.use not in WITHOUT_REWARD:
         return f"environment={config.environment.use} may give"
-    return "tools may give"
+    if config.tools or "use" in changed_options(config.mcp):  # a class of the user may return another result
+        return "tools may give"
+    return "reward.kl gives" if config.reward.kl.coef > 0 else None
 
 
 def environment_may_reward(config: Config) -> bool:

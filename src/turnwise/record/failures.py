@@ -21,6 +21,8 @@ class FailureGroup:
     """What failed, such as `environment` or `reward`; of a tool call, the kind of its error (`ToolOutcome.error`)."""
     message: str
     """The message of the latest."""
+    differ: bool = False
+    """Whether another one has other numbers or quoted texts in its message."""
     count: int
     step: int | None
     """The step of the latest."""
@@ -41,6 +43,7 @@ class FailureGroups:
         if group is None:
             self._groups[key] = FailureGroup(kind=kind, message=message, count=1, step=step, id=id)
         else:
+            group.differ = group.differ or message != group.message
             group.message, group.step, group.id, group.count = message, step, id, group.count + 1
 
     def ranked(self) -> list[FailureGroup]:

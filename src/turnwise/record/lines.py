@@ -261,7 +261,7 @@ class LineFile:
 
     def all_steps(self) -> list[int]:
         """The training steps that lines have, in order, each once."""
-        return sorted(set(self._places.steps))
+        return sorted({step for step in self._places.steps if step != _NO_STEP})
 
     def numbers_of_step(self, step: int) -> list[int]:
         """The numbers of the lines of this step, in ascending order."""

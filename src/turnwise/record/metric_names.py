@@ -164,7 +164,8 @@ METRICS = (
         "Token sequences of a conversation ([segments](tokens.md)).",
     ),
     Metric(
-        "tool_calls/mean", "calls", _FINISHED, "Tool calls, also malformed ones.",
+        "tool_calls/mean", "calls", _FINISHED,
+        "Tool calls, also malformed ones, and those in a turn that a limit cut, which are never made.",
         same=("tools/call_frequency",), near=("tool_call_counts/mean",),
     ),
     Metric(

@@ -279,21 +279,28 @@ def advice_on_cut(stop: str) -> str:
 
 def failures(groups: Sequence[Group]) -> list[str]:
     """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`. Numbers and quoted
-    texts in messages do not distinguish them.
+    texts in messages do not distinguish them: `environment (12 times, some with other numbers or quoted texts): ...`.
 
     The lines of the user's code on which the first of its kind was raised stand below it.
     """
     errors: Counter[tuple[str, str]] = Counter()
+    differ: set[tuple[str, str]] = set()
     first: dict[tuple[str, str], Failure] = {}
     for error in (trajectory.error for group in groups for trajectory in group.trajectories):
         if error is not None:
             key = error.kind, message_pattern(error.message)
             errors[key] += 1
-            first.setdefault(key, error)
+            if first.setdefault(key, error).message != error.message:
+                differ.add(key)
     return [
-        f"{kind}{f' ({count} times)' if count > 1 else ''}: {first[kind, text].message}\n{first[kind, text].traceback}".rstrip()
-        for (kind, text), count in errors.most_common()
+        f"{key[0]}{_times(count, differ=key in differ)}: {first[key].message}\n{first[key].traceback}".rstrip()
+        for key, count in errors.most_common()
     ]
+
+
+def _times(count: int, *, differ: bool) -> str:
+    """How often an error was; nothing for one. `differ`: whether the messages do."""
+    return f" ({count} times{', some with other numbers or quoted texts' if differ else ''})" if count > 1 else ""
 
 
 def _entropy(finished: Sequence[Trajectory]) -> float | None:

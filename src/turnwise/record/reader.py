@@ -125,6 +125,12 @@ class RecordedTrajectories(Sequence[Trajectory]):
         """The training steps that have trajectories, in order."""
         return self._lines.all_steps()
 
+    def last_step(self) -> int:
+        """The last step that has trajectories. Raises RunError if none has a step."""
+        if not (steps := self.steps()):
+            raise RunError(f"no conversation in {self.path} has a step, so there is no last one: leave out --step last")
+        return steps[-1]
+
     def of_step(self, step: int) -> list[Trajectory]:
         """The trajectories of a training step."""
         return self._read_all(self._lines.numbers_of_step(step))

@@ -85,10 +85,12 @@ def change_line(change: HeldOutChange) -> Text:
     from turnwise.terminal.tables import interval, p_value
 
     test = change.test
+    p = p_value(test.p_t)
+    p = f"< {p[1:]}" if p.startswith("<") else f"= {p}"
     return Text(
         f"held-out reward {interval(change.before)} → {interval(change.after)} (steps {change.first_step} and "
         f"{change.last_step}); difference {interval(test.difference, sign=True)} of {test.difference.rows} rows, "
-        f"better/equal/worse {test.better}/{test.equal}/{test.worse}, p = {p_value(test.p_t)} (paired t-test)"
+        f"better/equal/worse {test.better}/{test.equal}/{test.worse}, p {p} (paired t-test)"
     )
 
 

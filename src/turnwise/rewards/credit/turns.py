@@ -69,7 +69,8 @@ def turn_return(batch: EpisodeGroups, options: TurnReturn = TurnReturn()) -> Adv
     `A_t = G_t - mean of G_t of the other conversations that have turn t`. If no other conversation has turn t, the mean is that
     of the last turns of the others. The mean does not depend on the conversation itself, so the gradient is unbiased for any
     size of the group. `scale` divides by the standard deviation of all returns of the group (`std`) or of the batch (`batch`).
-    A group of one has advantages of 0. If no turn has a reward and gamma is 1, this is `rloo`, up to the scale.
+    A group of one has advantages of 0. If no turn has a reward, gamma is 1 and the conversations of the group have equally many
+    turns, this is `rloo`, up to the scale.
 
     Paper: policy gradients with reward to go (Sutton and others, 1999), with the leave-one-out baseline of arXiv 2402.14740.
 

@@ -85,7 +85,7 @@ export function Overview({ runs, run, go, link, dark }) {
         ${warnings.length ? html`<ul>${warnings.map((warning, n) => html`<li key=${n}><${Link} to=${ofStep(warning.step)}>step ${warning.step}</${Link}> <b>${warning.name}</b> ${harmless(warning.text)}</li>`)}</ul>` : html`<p class="muted">The health monitors recorded none.</p>`}</section>
       <section class="card" aria-label="Held-out rows"><h2>Held-out rows</h2><${HeldOut} change=${overview.held_out} link=${link} /></section>
       <section class="card" aria-label="Latest failures"><h2>Latest failures</h2>
-        ${failures.length ? html`<ul>${failures.map((group, n) => html`<li key=${n}><b>${group.count} ×</b> ${group.kind}: ${harmless(group.message)} <${Link} to=${link({ view: "conversation", kind: "train", id: group.id, at: group.step })}>latest${group.step === null ? "" : ` (step ${group.step})`}</${Link}></li>`)}</ul>
+        ${failures.length ? html`<ul>${failures.map((group, n) => html`<li key=${n}><b>${group.count} ×</b> ${group.kind}: ${harmless(group.message)}${group.differ ? " (others differ in numbers or quoted texts)" : ""} <${Link} to=${link({ view: "conversation", kind: "train", id: group.id, at: group.step })}>latest${group.step === null ? "" : ` (step ${group.step})`}</${Link}></li>`)}</ul>
           <p><${Link} to=${link({ ...NO_FILTERS, view: "conversations", kind: "train", failed: "1" })}>all failed conversations</${Link}></p>` : html`<p class="muted">No conversation failed.</p>`}</section>
     </div>
     ${tables && html`<div class="charts"><${Charts} run=${run} tables=${tables} warnings=${warnings} dark=${dark} go=${go} link=${link} /></div>`}
