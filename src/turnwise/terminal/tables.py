@@ -109,6 +109,15 @@ def print_results(console: Console, result: EvaluationResult) -> None:
         )
     if result.comparisons:
         _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
+        if result.compared_with_first_only:
+            # here, because `turnwise show` of a run does without the statistics
+            from turnwise.record.evaluation import MOST_IN_ALL_PAIRS
+
+            _line(
+                console,
+                f"(each model is compared with {result.models[0].name} only, because there are more than "
+                f"{MOST_IN_ALL_PAIRS} models: for other pairs, evaluate fewer)",
+            )
         print_table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
     if any(model.sources for model in result.models):
         _line(console, "\nby data source:")
