@@ -258,6 +258,8 @@ def test_curves_show_what_was_measured(page: Any, address: str, run: Path) -> No
     assert "first, smoothed" in legend
     heights = page.evaluate("import('./static/curves.js').then(({ heightOf }) => heightOf(1e-9, 3e-9, 1e-3))")
     assert heights == [0, 1e-3]  # a divergence of 3e-9 is a line at the bottom
+    printed = page.evaluate("import('./static/ui.js').then(({ number }) => [-0, -0.25, 1234].map(number))")
+    assert printed == ["0", "-0.25", "1,234"]  # a 0 has no sign: the entropy of greedy sampling is -0
     page.click("section[aria-label='reward/mean'] .u-over", position={"x": 3, "y": 60})
     page.wait_for_selector("text=8 of 24")  # the conversations of step 1
     assert page.input_value("label:has-text('Step') input") == "1"
