@@ -319,7 +319,9 @@ def test_models_of_all_kinds_are_compared_on_the_same_rows(model: Path, tmp_path
     assert run.directory == tmp_path / "compared-eval"
     assert list(run.models) == ["same", "trained", "object", "cold"]
     assert Path(run.models["trained"].model).resolve() == trained.model.resolve()
-    assert [(c.first, c.second) for c in run.comparisons] == [(n, "same") for n in ("trained", "object", "cold")]
+    pairs = [(n, "same") for n in ("trained", "object", "cold")]
+    pairs += [("object", "trained"), ("cold", "trained"), ("cold", "object")]
+    assert [(c.first, c.second) for c in run.comparisons] == pairs
     for name, of_model in run.models.items():
         trajectories = list(run.trajectories(name))
         assert of_model.conversations == len(trajectories) == 6

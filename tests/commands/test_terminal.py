@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,16 +44,17 @@ from turnwise.record.evaluation import (
     estimate,
     paired_test,
 )
+from turnwise.record.metrics import conversation_metrics
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.summary import HeldOutChange
 from turnwise.terminal import report
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress, stages
 from turnwise.terminal.runs import change_line
-from turnwise.terminal.tables import p_value, print_results
+from turnwise.terminal.tables import number, p_value, print_results
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
-from turnwise.types import Failure, LogprobKind, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
+from turnwise.types import Failure, Group, LogprobKind, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 # What a person sees during a long step and in `turnwise show`: at 80 columns on a terminal, and as plain text
 # elsewhere.
@@ -454,6 +456,38 @@ def a_trajectory(id: str = "2.0:17/0") -> Trajectory:
         id=id, group="2.0:17", row=a_row(answer="2"), turns=turns, segments=[segment], stop=Stop.MAX_TURNS,
         reward=1.5, rewards={"turns": 1.5}, advantages=[0.25, -0.5], seconds=1.25, logprob_kind=LogprobKind.SAMPLED,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ((0.0, 1.0), "one of the best conversations"),
+        ((0.0, 0.0), "a conversation"),
+        ((0.1 + 0.2, 0.3), "a conversation"),
+    ],
+)
+def test_a_conversation_is_the_best_only_where_rewards_differ(
+    tmp_path: Path, rewards: Sequence[float], told: str
+) -> None:
+    written = io.StringIO()
+    report = TrainReport(Terminal(file=written, width=80))
+    trajectories = [replace(a_trajectory(), reward=reward) for reward in rewards]
+    group = Group(id="2.0:17", row=trajectories[0].row, trajectories=trajectories)
+    report.evaluated({"step": 2, **conversation_metrics([group])}, [group])
+    report.end(RunDirectory(tmp_path), tmp_path / "checkpoint")
+    (line,) = [line for line in written.getvalue().splitlines() if "of the last evaluation" in line]
+    assert line == f"{told} of the last evaluation:"
+    assert f"reward {max(rewards):.3g}, stop" in written.getvalue()
+
+
+def test_a_zero_has_no_sign() -> None:
+    assert [number(value) for value in (-0.0, -1e-17, 0.0, -0.25, -0.00012)] == [
+        "0.000",
+        "0.000",
+        "0.000",
+        "-0.250",
+        "-1.2e-04",
+    ]
 
 
 def test_a_small_p_value_is_not_printed_as_0() -> None:

@@ -284,6 +284,15 @@ def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n')
     show_metrics(Console(), tmp_path, ["reward/mean"])
     assert capsys.readouterr().out.splitlines()[-2:] == ["     1  0.5", "     2  null"]
+    values = ("0.00023999999999999998", "-0.0", "12345678", "1.0", "1e-07")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": 1, "lr": {value}}}\n' for value in values))
+    show_metrics(Console(), tmp_path, ["lr"])
+    printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert printed == ["0.00024", "0", "12345678", "1", "1e-07"]
+    for form in ("json", "csv"):  # these have all digits
+        show_metrics(Console(), tmp_path, ["lr"], form=form)
+        assert "0.00023999999999999998" in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     with pytest.raises(
         RunError, match=r"^reward is not a metric in .*; its name here is reward/mean\. .*: step, reward/mean"
     ):

@@ -24,7 +24,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
-from turnwise.record.evaluation import prompt_tokens, read_results
+from turnwise.record.evaluation import paired_test, prompt_tokens, read_results
 from turnwise.record.reader import RecordedTrajectories, read
 from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
@@ -185,10 +185,27 @@ def test_endpoints_and_engines_are_compared_on_the_same_rows_and_seeds(tmp_path:
     assert {asked["temperature"] for asked in server.asked} == {0.0}
     assert first.row_rewards == second.row_rewards  # the same weights and the same seeds
     pairs = [(comparison.first, comparison.second) for comparison in result.comparisons]
-    assert pairs == [(model.name, "clever"), (f"{model.name}-2", "clever")]
+    assert pairs == [(model.name, "clever"), (f"{model.name}-2", "clever"), (f"{model.name}-2", model.name)]
+    assert result.comparisons[2].test == paired_test([*second.row_rewards.values()], [*first.row_rewards.values()])
     with pytest.raises(RunError, match="is an evaluation of 3 models: read one of"):
         list(read(tmp_path / "out"))
     assert len(RecordedTrajectories(tmp_path / "out" / "clever")) == 6
+
+
+@pytest.mark.parametrize(("count", "pairs"), [(2, "ba"), (3, "ba ca cb"), (4, "ba ca da cb db dc"), (5, "ba ca da ea")])
+def test_all_pairs_of_few_models_are_compared_and_of_many_those_with_the_first(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], count: int, pairs: str
+) -> None:
+    models = [word for name in "abcde"[:count] for word in ("--model", f"{name}={model}")]
+    assert run(scripted(tmp_path, model, *SCRIPTS), tmp_path / "out", *models, "--single-turn") == 0
+    comparisons = read_results(tmp_path / "out" / "eval.json").comparisons
+    single_turn = [(name, f"{name}-single-turn") for name in "abcde"[:count]]
+    assert [(c.first, c.second) for c in comparisons] == [*map(tuple, pairs.split()), *single_turn]
+    assert comparisons[0].test.difference.mean == 0
+    many = "each model is compared with a only, because there are more than 4 models"
+    assert (many in capsys.readouterr().out) is (count > 4)
+    assert main(["show", str(tmp_path / "out")]) == 0
+    assert (many in capsys.readouterr().out) is (count > 4)
 
 
 def test_a_killed_evaluation_keeps_its_finished_conversations(tmp_path: Path, model: Path) -> None:

@@ -265,6 +265,8 @@ def test_curves_show_what_was_measured(page: Any, address: str, run: Path) -> No
     assert "first, smoothed" in legend
     heights = page.evaluate("import('./static/curves.js').then(({ heightOf }) => heightOf(1e-9, 3e-9, 1e-3))")
     assert heights == [0, 1e-3]  # a divergence of 3e-9 is a line at the bottom
+    printed = page.evaluate("import('./static/ui.js').then(({ number }) => [-0, -0.25, 1234].map(number))")
+    assert printed == ["0", "-0.25", "1,234"]  # a 0 has no sign: the entropy of greedy sampling is -0
     page.click("section[aria-label='reward/mean'] .u-over", position={"x": 3, "y": 60})
     page.wait_for_selector("text=8 of 24")  # the conversations of step 1
     assert page.input_value("label:has-text('Step') input") == "1"
@@ -759,12 +761,22 @@ def test_the_page_of_evaluations(page: Any, address: str, evaluation: Path) -> N
     comparison = page.locator("table >> nth=1").locator("tbody tr").inner_text()
     difference = result["comparisons"][0]["test"]["difference"]["mean"]
     assert comparison.split()[:3] == ["second", "first", f"+{difference:.4g}"]
+    assert "only" not in page.locator("table >> nth=1").locator("caption").inner_text()
     page.keyboard.press("3")
     page.wait_for_selector("section[aria-label='reward/mean']")
     page.keyboard.press("7")
     page.click("text=row by row")
     page.wait_for_selector(".body .row")
     assert "2 rows in both" in page.inner_text(".bar")
+
+
+def test_models_that_are_compared_with_the_first_only_are_said_to_be(page: Any, address: str, evaluation: Path) -> None:
+    result = json.loads(evaluation.read_text())
+    for list_, key in (("models", "name"), ("comparisons", "first")):
+        result[list_].append({**result[list_][-1], key: "third"})
+    evaluation.write_text(json.dumps(result))
+    open_view(page, address, "#/evaluations")
+    page.wait_for_selector("caption:has-text('minus the second; each model is compared with first only')")
 
 
 def test_lines_differ_without_colour(page: Any, address: str) -> None:

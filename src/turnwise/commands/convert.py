@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 SYSTEMS = ("verl", "swift", "trl")
 """Systems whose configurations can be converted."""
 
+_MOST_LISTED = 40
+"""Up to this number of converted keys, what each became is listed without `--verbose`: those of most scripts."""
+
 _MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
 """How a key that is left out is marked, by whether the training is another one without it."""
 
@@ -50,6 +53,11 @@ def register_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the file to write the recipe to; default: print the recipe"
     )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="list what each converted key became, also where there are many or the recipe is printed",
+    )
     parser.set_defaults(command=_run_convert)
 
 
@@ -61,20 +69,22 @@ def _run_convert(options: argparse.Namespace, context: Context) -> int:
         _write_files(report, options.out)
     if not (report.failing or report.refused() or report.not_tried()):  # else it is known what is missing
         report = replace(report, refused_start=refused_start(report.recipe))
-    recipe = as_recipe(report)
+    became = [f"converted: {line}" for line in report.became()]
     if options.out is None:
-        print(recipe, end="")
+        print(as_recipe(report, further=became if options.verbose else ()), end="")
         return _status(report)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(recipe, encoding="utf-8")
+    options.out.write_text(as_recipe(report), encoding="utf-8")
+    listed = options.verbose or len(became) <= _MOST_LISTED
     changing = f", {len(report.refused())} of which change the training" if report.unsupported else ""
-    kept = f"{len(report.converted)} keys converted and {len(report.unsupported)} left out"
+    told = "" if listed else " (--verbose lists what each became, also without --out)"
+    kept = f"{len(report.converted)} keys converted{told} and {len(report.unsupported)} left out"
     summary = f"{kept}{changing}; the recipe: {options.out}"
     if report.failing:
         summary += f". {len(report.failing)} of its values do not work here: see above"
     elif report.refused_start:
         summary += ". `turnwise train` would refuse it here: see above"
-    print_lines(context.console, [*_notes(report), summary])
+    print_lines(context.console, [*(became if listed else ()), *_notes(report), summary])
     return _status(report)
 
 
@@ -174,12 +184,12 @@ def _remove(recipe: dict[str, Any], option: str) -> bool:
     return isinstance(node, dict) and node.pop(last, None) is not None
 
 
-def as_recipe(report: ConversionReport) -> str:
-    """The recipe as YAML. Comments at its top list the keys that are left out, and assumptions. Control characters, which another
-    system's file may have, are written as escapes."""
+def as_recipe(report: ConversionReport, *, further: Sequence[str] = ()) -> str:
+    """The recipe as YAML. Comments at its top list the keys that are left out, assumptions and `further` lines. Control
+    characters, which another system's file may have, are written as escapes."""
     from turnwise.terminal.report import printable  # behind the parser, because it loads rich
 
-    lines = [f"# {printable(line)}" for note in _notes(report) for line in note.splitlines()]
+    lines = [f"# {printable(line)}" for note in [*further, *_notes(report)] for line in note.splitlines()]
     recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True, width=120)
     if printable(recipe) != recipe:  # characters that change the direction of text
         recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=False, width=120)

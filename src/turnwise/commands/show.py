@@ -47,7 +47,7 @@ from turnwise.terminal.runs import (
     state_line,
     warning_lines,
 )
-from turnwise.terminal.tables import evaluations_table, number, sparkline, steps_table
+from turnwise.terminal.tables import evaluations_table, exact_number, number, sparkline, steps_table
 from turnwise.types import Trajectory
 
 # `turnwise show`
@@ -545,7 +545,7 @@ def _show_metric(console: Console, lines: Sequence[Mapping[str, Any]], name: str
     if values:
         console.print(sparkline(values), highlight=False, markup=False, soft_wrap=True)
     for line in lines:
-        text = f"{line.get('step', '-'):>6}  {json.dumps(line.get(name))}"
+        text = f"{line.get('step', '-'):>6}  {exact_number(line.get(name))}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -34,6 +34,17 @@ class UnsupportedKey:
         return f"{self.key}={self.value!r}: {self.reason}"
 
 
+_LONGEST_VALUE = 60
+_OPTION = re.compile(r"(?P<option>[a-z_]+(\.[a-z_]+)*)(=(?P<value>\S+))?(?P<rest>( \(.*)?)$")
+"""An option of the recipe as `RecipeBuilder.convert` is told it: `train.steps`, `loss.kl_estimator=k3`, `train.steps (...)`."""
+
+
+def _short(value: Any) -> str:
+    """A value on one line: a plain text without quotation marks, and cut where it is long."""
+    text = value if isinstance(value, str) and value and value.isprintable() else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
     """A recipe made from another system's configuration, and a report about each of its keys."""
@@ -51,12 +62,34 @@ class ConversionReport:
     """Options of the recipe that do not work here: values that the schema refuses, and names that could not be loaded."""
     files: dict[Path, str] = field(default_factory=dict)
     """Files that the recipe names and that are not here, with their contents: `turnwise convert --out` writes them."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values of the converted keys, or the other system's defaults where they are null."""
     refused_start: str = ""
     """Why `turnwise train` would refuse the recipe here before it loads the model, if `turnwise convert` has found that."""
 
     def refused(self) -> list[UnsupportedKey]:
         """The unsupported keys without which training would give a different result."""
         return [key for key in self.unsupported if key.changes_training]
+
+    def became(self) -> list[str]:
+        """For each converted key, what it became in the recipe: `rollout.n=4 -> train.group_size=4`."""
+        return [
+            f"{key}={_short(self.values[key])} -> {', '.join(dict.fromkeys(map(self._with_value, result.split(', '))))}"
+            if key in self.values
+            else f"{key} -> {result}"
+            for key, result in self.converted.items()
+        ]
+
+    def _with_value(self, result: str) -> str:
+        """A part of an entry of `converted`, with the value that the recipe has for an option without one."""
+        named = _OPTION.match(result)
+        if named is None:
+            return result
+        option, given, rest = named["option"], named["value"], named["rest"]
+        value = at(self.recipe, option)
+        if given is not None:  # written without `set`, so that the recipe has it only where another key has set it
+            return f"{result} (the default)" if value is MISSING and "." in option else result
+        return result if value is MISSING or isinstance(value, list | dict) else f"{option}={_short(value)}{rest}"
 
     def not_tried(self) -> list[UnsupportedKey]:
         """What could not be loaded, because its file is not here."""
@@ -153,7 +186,10 @@ class RecipeBuilder(ABC):
 
     def report(self) -> ConversionReport:
         """The recipe and the report about all keys."""
-        return ConversionReport(self.recipe, self.converted, self.unsupported, self.assumptions, self.failing)
+        values = {key: self.value(key) for key in self.converted}
+        return ConversionReport(
+            self.recipe, self.converted, self.unsupported, self.assumptions, self.failing, values=values
+        )
 
 
 MISSING = object()

@@ -411,6 +411,7 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
         return replace(
             made,
             converted=converted,
+            values={self.given.names.get(key, key): value for key, value in made.values.items()},
             unsupported=[*self.given.unread, *(one for one in named(made.unsupported) if one.key not in unread)],
             assumptions=named(made.assumptions),
             files=self._files(),

@@ -228,6 +228,9 @@ def _away_from_zero(value: float) -> float:
 # results
 
 SCHEMA = 1
+MOST_IN_ALL_PAIRS = 4
+"""Up to this number of models, all pairs are compared; above it, each further model with the first: the pairs would be many, and
+p-values are not corrected for their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +314,13 @@ class EvaluationResult:
     confidence: float = CONFIDENCE
     models: Sequence[ModelResult] = ()
     comparisons: Sequence[Comparison] = ()
-    """Each further model with the first model; with `--single-turn`, several turns with one turn of the same model."""
+    """Each further model with the first model; then, up to `MOST_IN_ALL_PAIRS` models, each other pair (the later model is
+    `first`); with `--single-turn`, several turns with one turn of the same model."""
+
+    @property
+    def compared_with_first_only(self) -> bool:
+        """Whether there are too many models to compare all pairs."""
+        return sum(not model.single_turn for model in self.models) > MOST_IN_ALL_PAIRS
 
     @property
     def largest_that_failed(self) -> float | None:

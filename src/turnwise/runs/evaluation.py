@@ -33,7 +33,7 @@ from turnwise.json_yaml import parse_json, parse_yaml, read_text
 from turnwise.local_paths import refuse_other_than_model, same_directory
 from turnwise.options.environment_values import Origins, insert_values, same_value, with_digests
 from turnwise.options.schema import Config
-from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
+from turnwise.record.evaluation import MOST_IN_ALL_PAIRS, EvaluationResult, ModelResult, compare, summarize
 from turnwise.record.lines import SUFFIX, compressed_parts, is_compressed, open_lines
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, mean
 from turnwise.record.reader import episodes, read
@@ -523,9 +523,11 @@ def _result(model: EvaluatedModel, rows: Sequence[Row], place: ModelDirectory) -
 def _evaluation(
     config: Config, rows: Sequence[Row], models: Sequence[EvaluatedModel], results: Sequence[ModelResult]
 ) -> EvaluationResult:
-    """All results, with the comparisons: each further model with the first; several turns with one turn of the same model."""
+    """All results, with the comparisons: each further model with the first, then each other pair unless there are too many
+    models; several turns with one turn of the same model."""
     several = [result for result in results if not result.single_turn]
-    pairs = [(other, several[0]) for other in several[1:]]
+    against = several[:1] if len(several) > MOST_IN_ALL_PAIRS else several
+    pairs = [(other, one) for place, one in enumerate(against) for other in several[place + 1 :]]
     pairs += [
         (results[place - 1], result) for place, result in enumerate(results) if result.single_turn
     ]  # `evaluated_models` puts the single turn of a model behind the model

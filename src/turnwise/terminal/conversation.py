@@ -51,7 +51,7 @@ def conversation(
         parts.append(Text(f"template mismatch: {trajectory.template_mismatch}", style="red"))
     if tokens:
         parts += [_tokens(trajectory, segment, number, decode) for number, segment in enumerate(trajectory.segments)]
-    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.3g}"
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:z.3g}"
     step = "" if trajectory.step is None else f"step {trajectory.step}, "
     title = f"{trajectory.id}  ({step}reward {reward}, stop: {trajectory.stop}, {trajectory.seconds:.2f} s)"
     return Panel(Group(*parts), title=Text(title), title_align="left")  # an id may hold [brackets]
@@ -99,12 +99,12 @@ def _heading(message: Message, turn: Turn | None, trajectory: Trajectory) -> str
     facts: list[str] = []
     if any(other.rewards for other in trajectory.turns):  # else the turns have none: functions gave the conversation's
         parts = (
-            ", ".join(f"{name} {value:.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
+            ", ".join(f"{name} {value:z.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
         )
-        facts.append(f"reward {turn.reward:.3g}" + (f" ({parts})" if parts else ""))
+        facts.append(f"reward {turn.reward:z.3g}" + (f" ({parts})" if parts else ""))
     if trajectory.advantages:
         advantage = trajectory.advantages[turn.index]
-        facts.append("advantage " + (f"{advantage:+.2f}" if isinstance(advantage, int | float) else "per token"))
+        facts.append("advantage " + (f"{advantage:+z.2f}" if isinstance(advantage, int | float) else "per token"))
     if turn.weight != 1.0:
         facts.append(f"weight {turn.weight:g}")
     if turn.kept_tokens is not None:
@@ -135,7 +135,7 @@ def _tokens(
         style = "green" if weight else "yellow" if turn >= 0 else "dim"
         cells = [str(token), str(turn) if turn >= 0 else "", f"{weight:g}"]
         if sampled:
-            cells += [f"{logprob:.4f}", str(version)] if turn >= 0 else ["", ""]
+            cells += [f"{logprob:z.4f}", str(version)] if turn >= 0 else ["", ""]
         texts = [] if decode is None else [Text(json.dumps(decode(token), ensure_ascii=False))]
         table.add_row(*cells, *texts, style=style)
     return table
@@ -220,7 +220,7 @@ def _sampled(trajectory: Trajectory, segment: Segment, begin: int, end: int) -> 
     seconds = trajectory.turns[segment.turn[begin]].seconds_engine
     versions = ", ".join(map(str, sorted(set(segment.version[begin:end]))))
     mean = sum(segment.logprobs[begin:end]) / (end - begin)
-    return f"sampled in {seconds:.2f} s with weights of version {versions}, mean log-probability {mean:.3f}"
+    return f"sampled in {seconds:.2f} s with weights of version {versions}, mean log-probability {mean:z.3f}"
 
 
 def turn_story(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
@@ -240,14 +240,14 @@ def turn_story(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
             yield f"  parsed call {call.id}: {call.name}({_json(call.arguments)})"
     for outcome in turn.outcomes:
         result = "result:" if outcome.error is None else f"error ({outcome.error}):"
-        yield f"  tool {outcome.name} ({outcome.id}), {outcome.seconds:.2f} s, reward {outcome.reward:g}, {result}"
+        yield f"  tool {outcome.name} ({outcome.id}), {outcome.seconds:.2f} s, reward {outcome.reward:zg}, {result}"
         yield from with_bars(outcome.content)
-    parts = "".join(f", {name} {value:g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
+    parts = "".join(f", {name} {value:zg}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
     advantage = ""
     if trajectory.advantages:
         value = trajectory.advantages[turn.index]
-        advantage = f"; advantage {value:+.4g}" if isinstance(value, int | float) else "; an advantage for each token"
-    yield f"  reward {turn.reward:g}{parts}{advantage}; the environment took {turn.seconds_environment:.2f} s"
+        advantage = f"; advantage {value:+z.4g}" if isinstance(value, int | float) else "; an advantage for each token"
+    yield f"  reward {turn.reward:zg}{parts}{advantage}; the environment took {turn.seconds_environment:.2f} s"
 
 
 def _messages(trajectory: Trajectory) -> Iterator[str]:

@@ -60,7 +60,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str, width: int = 480, heig
     return (
         f"<figure style='margin:0'><svg viewBox='-4 -4 {width + 8} {height + 8}' width='{width}' role='img' "
         f"aria-label='{html.escape(name)}'><polyline points='{path}' fill='none' stroke='#2563eb' stroke-width='2'/></svg>"
-        f"<figcaption>{html.escape(name)}: {low:.3g} to {high:.3g}, last {points[-1][1]:.3g}</figcaption></figure>"
+        f"<figcaption>{html.escape(name)}: {low:z.3g} to {high:z.3g}, last {points[-1][1]:z.3g}</figcaption></figure>"
     )
 
 
@@ -80,7 +80,7 @@ def _rows(run: RunSummary) -> list[tuple[str, str, str, str]]:
         if (values := run.metrics.get(name)) is not None and not of_policy:
             best, step = values.best(name)
             no_best = best is None
-            rows.append((name, f"{values.last:.4g}", "" if no_best else f"{best:.4g}", "" if no_best else str(step)))
+            rows.append((name, f"{values.last:z.4g}", "" if no_best else f"{best:z.4g}", "" if no_best else str(step)))
     return rows
 
 

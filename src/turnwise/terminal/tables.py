@@ -5,6 +5,7 @@ The tables of an evaluation have lines and colours on a terminal, and are aligne
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,16 @@ def number(value: Any) -> str:
     return _figure(value, 3) if isinstance(value, int | float) else "-"
 
 
+def exact_number(value: Any) -> str:
+    """A value of a metric where it stands alone: of a fraction, 6 significant digits. Example: 0.00023999999999999998 is
+    `0.00024`, and what is no fraction is JSON: `12345678`, `null`."""
+    return f"{value:z.6g}" if isinstance(value, float) else json.dumps(value)
+
+
 def _figure(value: float, digits: int) -> str:
-    """A number with `digits` decimal places, or with an exponent where these would all be 0 and the number is not."""
-    text = f"{value:.{digits}f}"
+    """A number with `digits` decimal places, or with an exponent where these would all be 0 and the number is not. A 0 has no
+    sign: the entropy of greedy sampling is -0.0."""
+    text = f"{value:z.{digits}f}"
     return f"{value:.1e}" if abs(value) > _ROUNDING and float(text) == 0.0 else text
 
 
@@ -109,6 +117,15 @@ def print_results(console: Console, result: EvaluationResult) -> None:
         )
     if result.comparisons:
         _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
+        if result.compared_with_first_only:
+            # here, because `turnwise show` of a run does without the statistics
+            from turnwise.record.evaluation import MOST_IN_ALL_PAIRS
+
+            _line(
+                console,
+                f"(each model is compared with {result.models[0].name} only, because there are more than "
+                f"{MOST_IN_ALL_PAIRS} models: for other pairs, evaluate fewer)",
+            )
         print_table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
     if any(model.sources for model in result.models):
         _line(console, "\nby data source:")

@@ -124,6 +124,7 @@ class TrainReport(Report):
         self._rewards: list[float] = []
         self._example: types.Trajectory | None = None
         self._keeps_best = False
+        self._example_is: str = ""
 
     def begin(self, config: Config, *, done: int, notes: Sequence[str], evaluates: bool = False) -> None:
         """Print what begins; `done` steps are finished already. `evaluates`: an evaluation comes first."""
@@ -155,6 +156,8 @@ class TrainReport(Report):
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if finished:
             self._example = max(finished, key=lambda t: (t.reward or 0.0, len(t.turns)))
+            # the deviation is 0 where rewards are equal up to rounding
+            self._example_is = "one of the best conversations" if summary["reward/std"] else "a conversation"
         self.print_line(f"step {summary['step']}: held-out reward {number(summary['reward/mean'])}")
 
     def end(self, directory: RunDirectory, checkpoint: Path) -> None:
@@ -173,7 +176,7 @@ class TrainReport(Report):
         if not self._keeps_best and (passed := _passed_best(evaluations)) is not None:
             self.print_line(passed)
         if self._example is not None:
-            self.print_line("one of the best conversations of the last evaluation:")
+            self.print_line(f"{self._example_is} of the last evaluation:")
             self.console.print(conversation(self._example))
         self.print_places(directory, checkpoint, conversations="every conversation")
         self.print_line(

@@ -123,6 +123,10 @@ def test_words_of_a_command_line_are_converted_too(capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed)["train"]["steps"] == 3
     assert "# CHANGES THE TRAINING, left out: made_up=1: turnwise knows no such argument of ms-swift" in printed
+    assert main(["convert", "--from", "swift", "--verbose", "--", *words]) == 0
+    listed = capsys.readouterr().out
+    assert "# converted: max_steps=3 -> train.steps=3\n" in listed
+    assert yaml.safe_load(listed) == yaml.safe_load(printed)
     assert main(["convert", "--from", "swift", "absent.sh"]) == 1
     assert "absent.sh cannot be read: No such file" in capsys.readouterr().err
 

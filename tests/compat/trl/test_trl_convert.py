@@ -402,6 +402,10 @@ def test_a_printed_recipe_has_no_control_characters(tmp_path: Path, capsys: pyte
     assert main(["convert", "--from", "trl", str(tmp_path / "grpo.json")]) == 0
     printed = capsys.readouterr().out
     assert not set(printed) & set(owned[:1] + owned[-2:]), ascii(printed)
+    assert main(["convert", "--from", "trl", str(tmp_path / "grpo.json"), "--verbose"]) == 0
+    listed = capsys.readouterr().out
+    assert not set(listed) & set(owned[:1] + owned[-2:]), ascii(listed)
+    assert "# converted: dataset_name=d -> data.train=d\n" in listed
     assert "# left out: report_to=" in printed.replace("CHANGES THE TRAINING, ", "")
     assert yaml.safe_load(printed)["model"]["path"] == f"m{owned}"
 

@@ -1216,6 +1216,64 @@ def test_a_value_that_the_recipe_cannot_have_is_refused_by_its_key(grpo: list[st
     assert matters(convert_command("verl", [*grpo, f"{key}=disable"])) == {}
 
 
+def test_convert_lists_what_each_key_became(
+    grpo: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    actor = "actor_rollout_ref.actor"
+    few = [*grpo, "data.return_raw_chat=True", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type=low_var_kl"]
+    few += ["trainer.n_gpus_per_node=1", "data.max_response_length=256", "data.max_prompt_length=100"]
+    became = [
+        "converted: actor_rollout_ref.rollout.n=5 -> train.group_size=5",
+        "converted: data.max_response_length=256 -> limits.response_tokens=256, limits.context=356",
+        "converted: data.return_raw_chat=True -> rows are always conversations",
+        f"converted: {actor}.kl_loss_type=low_var_kl -> loss.kl_estimator=k3 (the default)",
+        "converted: trainer.n_gpus_per_node=1 -> nothing: one process is the default",
+    ]
+    assert main(["convert", *few, "--out", "few.yaml"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert set(became) <= set(told)
+    assert sum(line.startswith("converted: ") for line in told) == len(few)
+    assert told[-1].startswith(f"{len(few)} keys converted and 0 left out")
+    assert "converted:" not in (tmp_path / "few.yaml").read_text()
+    assert main(["convert", *few]) == 0
+    assert "converted:" not in capsys.readouterr().out
+    assert main(["convert", *few, "--verbose"]) == 0
+    told = capsys.readouterr().out
+    assert {f"# {line}" for line in became} <= set(told.splitlines())
+    assert yaml.safe_load(told) == yaml.safe_load((tmp_path / "few.yaml").read_text())
+
+    many = [*(f"{key}={json.dumps(DEFAULTS[key])}" for key in DEFAULTS if DEFAULTS[key] is not None), *few]
+    assert main(["convert", *many, "--out", "many.yaml"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("converted: ") for line in told)
+    assert "keys converted (--verbose lists what each became, also without --out) and " in told[-1]
+    assert main(["convert", *many, "--out", "listed.yaml", "--verbose"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert set(became) <= set(told)
+    assert told[-1].startswith(f"{sum(line.startswith('converted: ') for line in told)} keys converted and ")
+
+
+def test_a_listed_value_is_on_one_line_and_of_an_option_that_the_recipe_has() -> None:
+    converted = {
+        "a": "train.steps, train.steps, loggers",
+        "b": "the column x",
+        "c": "loss.name=sapo (as x)",
+        "d": "seed",
+    }
+    report = ConversionReport(
+        {"train": {"steps": 3}, "loggers": [1], "loss": {"name": "sapo"}, "seed": ""},
+        converted,
+        values={"a": "x" * 70, "b": "two\nlines", "c": None, "d": -0.5},
+    )
+    assert report.became() == [
+        f"a={'x' * 57}... -> train.steps=3, loggers",
+        "b='two\\nlines' -> the column x",
+        "c=None -> loss.name=sapo (as x)",
+        "d=-0.5 -> seed=''",
+    ]
+
+
 def test_the_classes_that_the_recipe_names_are_tried(
     grpo: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

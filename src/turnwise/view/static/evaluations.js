@@ -46,9 +46,11 @@ function verdict(test) {
 }
 
 function Comparisons({ evaluation, go }) {
-  const { comparisons, runs } = evaluation;
+  const { comparisons, models, runs } = evaluation;
   if (!comparisons.length) return html`<p class="loading">One model: nothing to compare.</p>`;
-  return html`<table class="pairs"><caption>Comparisons on the same rows: the first model minus the second</caption>
+  const several = models.filter((model) => !model.single_turn).length;
+  const allPairs = comparisons.length >= (several * (several - 1)) / 2; // of many models, each is compared with the first only
+  return html`<table class="pairs"><caption>Comparisons on the same rows: the first model minus the second${allPairs ? "" : `; each model is compared with ${models[0].name} only`}</caption>
     <thead><tr><th>first</th><th>second</th><th>difference of the reward</th><th>p (sign flip)</th><th>p (t-test)</th><th>rows better, equal, worse</th><th>the first is</th><th>rows</th></tr></thead>
     <tbody>${comparisons.map(({ first, second, test }) => html`<tr key=${`${first} ${second}`}><td>${first}</td><td>${second}</td><td>${interval(test.difference, signed)}</td><td>${number(test.p_sign_flip)}</td><td>${number(test.p_t)}</td>
       <td>${test.better}, ${test.equal}, ${test.worse}</td><td>${verdict(test)}</td>

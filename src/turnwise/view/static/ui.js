@@ -10,7 +10,7 @@ export const html = htm.bind(h);
 export function number(value) {
   if (value === null || value === undefined) return "";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return (value + 0).toLocaleString("en"); // -0 + 0 is 0, which has no sign
   const size = Math.abs(value);
   return size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
