@@ -71,7 +71,9 @@ def test_what_a_recipe_leaves_open_is_computed_for_the_card() -> None:
     assert fitted(known, shape, WORK, section="train", gib=4.0) == known  # the numbers of the recipe stay
     on_cpu = config(model={"device": "cpu"})
     assert fitted(on_cpu, shape, WORK, section="train", gib=4.0) is on_cpu
-    assert fitted(config(), shape, WORK, section="train", gib=0.5).train.micro_batch_tokens is None
+    too_small = fitted(config(), shape, WORK, section="train", gib=0.5)
+    assert too_small.train.micro_batch_tokens == max(WORK.tokens, 512)
+    assert too_small.engine == config().engine
 
 
 AWAY: dict[str, dict[str, Any]] = {
@@ -130,6 +132,49 @@ def test_state_that_leaves_the_gpu_is_offered_where_the_run_takes_turns(section:
     assert offered() == (with_it if section == "train" else [None] * len(with_it))
     assert set(offered(model={"lora": {"rank": 4}})) == {None}
     assert set(offered(**{section: {"optimizer": {"offload": "cpu"}}})) == {None}
+
+
+@pytest.mark.parametrize("section", ["train", "sft"])
+def test_what_a_recipe_has_is_not_offered(section: str) -> None:
+    has = config(model={"gradient_checkpointing": True})
+    ways = list(what_fits._methods(has, section))
+    assert any(f"{section}.optimizer.name" in way for way in ways)
+    assert not any("model.gradient_checkpointing" in way for way in ways)
+
+
+def test_a_peak_close_to_the_whole_of_a_gpu_is_a_note() -> None:
+    def status(gib: float, *, gpu: bool = True) -> str:
+        return memory.compared("peak", gib, 24.0, [], gpu=gpu).status
+
+    assert [status(gib) for gib in (24 * USABLE, 24 * USABLE + 0.1, 24.1)] == ["ok", "note", "fail"]
+    assert [status(gib, gpu=False) for gib in (24.0, 24.1)] == ["ok", "fail"]
+    assert "more than 92% of 24.0 GiB" in memory.compared("peak", 23.0, 24.0, [], gpu=True).text
+
+
+@pytest.mark.slow
+def test_a_note_and_a_failure_say_the_numbers_that_were_computed(smaller: str) -> None:
+    """Also where not even the smallest micro-batch fits, and its peak is the one that is compared."""
+    given, shape = recipe(smaller), read_model_config(smaller)
+    work = memory.workload_of(given, shape, "train")
+    check = fit_check(given, smaller, section="train", memory_gb=8.0)
+    known = fitted(given, shape, work, section="train", gib=8.0)
+    assert known.engine.embedded is not None
+    assert check.status == "ok"
+    assert dict(check.details)["computed"] == (
+        f"train.micro_batch_tokens={known.train.micro_batch_tokens}, engine.memory_gb={known.engine.embedded.memory_gb}"
+    )
+    least = changed(given, ["train", "micro_batch_tokens"], work.tokens)
+    peak = predict(least, shape, work, card_gib=0.7).gib
+    fails = fit_check(given, smaller, section="train", memory_gb=0.7)
+    assert f"predicted peak of a training step: {peak:.1f} GiB" in fails.text
+    assert f"0.7 GiB, with the smallest micro-batch (train.micro_batch_tokens={work.tokens}): " in fails.text
+    assert "with the smallest" not in fit_check(least, smaller, section="train", memory_gb=0.7).text
+    close = predict(least, shape, work, card_gib=1.5).gib / 0.95
+    note = fit_check(
+        changed(least, ["engine"], LocalEngineSection(memory_gb=2.0)), smaller, section="train", memory_gb=close
+    )
+    assert note.status == "note"
+    assert fit_check(applied(least, note), smaller, section="train", memory_gb=close).status == "ok"
 
 
 @pytest.mark.slow
@@ -535,7 +580,6 @@ def assert_what_is_said_to_fit_fits(name: str, gib: float, path: str) -> None:
     check = fit_check(config, path, section="train", memory_gb=gib)
     if check.status == "ok":
         return
-    assert check.status == "fail"
     other = applied(config, check)
     if gib < 2:  # the process of a server takes as much: instead, the embedded engine
         assert isinstance(other.engine, LocalEngineSection)

@@ -25,6 +25,7 @@ from turnwise.doctor.memory import (
     PassOptions,
     Prediction,
     Workload,
+    cache_holds,
     longest_prompt,
     machine_gib,
     predict,
@@ -315,6 +316,30 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900).stdout
         measured.append(json.loads(output.splitlines()[-1])["gib"])
     assert predicted == pytest.approx(min(measured), rel=within)
+
+
+def test_it_is_said_how_many_conversations_the_cache_holds(model: Path) -> None:
+    shape = read_model_config(str(model))
+    work = Workload(conversations=16, tokens=1024)
+    token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+
+    def holds(rows: float, **sections: Any) -> str | None:
+        engine = {"name": "local", "memory_gb": rows * 1024 * token / 2**30}
+        return cache_holds(config(**{"engine": engine, **sections}, model={"dtype": "bfloat16"}), shape, work)
+
+    some, each = holds(3.5), f"of 1,024 tokens, {token / 1024:.4g} KiB a token"
+    assert some is not None
+    assert some.startswith(f"3 of 16 conversations ({each}), more if they are shorter; requests of the others wait")
+    assert holds(16.0) == f"all 16 conversations ({each})"
+    assert holds(16.0, max_concurrent=8) == f"all 8 conversations ({each})"
+    none = holds(0.9)
+    assert none is not None
+    assert none.startswith("less than one conversation")
+    assert holds(1.0, engine={"name": "vllm"}) is None
+    # a row of the next power of two does not fit, and one of the conversation's tokens does
+    odd = Workload(conversations=16, tokens=1030)
+    engine = {"name": "local", "memory_gb": 1040 * token / 2**30}
+    assert (cache_holds(config(engine=engine, model={"dtype": "bfloat16"}), shape, odd) or "").startswith("1 of 16")
 
 
 @pytest.mark.slow

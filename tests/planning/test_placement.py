@@ -245,7 +245,9 @@ def test_ranks_compute_with_the_memory_of_the_fullest_of_their_gpus(recipe: Path
         assert f"{rank_memory(known, model_config, workload, 2, card_gib=gib).gib:.1f} GiB (rank 0)" in check.text
     assert computed[0] < computed[1] < computed[2] == (32768 if mesh else 16384)
     assert fitted_to_ranks(config, path, [], section="train") == (config, [])
-    assert fitted(0.5, 4.0) == (config, [])
+    known, notes = fitted(0.5, 4.0)
+    assert known == changed(config, ["train", "micro_batch_tokens"], 512)
+    assert notes[0].endswith("where the recipe has no number: train.micro_batch_tokens=512")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
     OF_ENGINE,
     SERVER_BYTES,
+    USABLE,
     Prediction,
     Workload,
     changed,
@@ -35,8 +36,6 @@ from turnwise.models.model_config import context_length
 from turnwise.options.engines import LimitsSection
 from turnwise.options.schema import Config
 
-USABLE = 0.92
-"""The share of the free memory that is planned with: torch's allocator keeps blocks that fit nothing else."""
 MOST_TOKENS = 16384
 """Tokens of a micro-batch above which a GPU gains nothing."""
 _STEP_TOKENS = 256
@@ -51,8 +50,8 @@ _CACHE_STEP = 0.1
 def fitted(config: Config, model_config: Any, workload: Workload, *, section: str, gib: float) -> Config:
     """The recipe with numbers in place of `micro_batch_tokens: null` and `engine.memory_gb: null`, for a GPU with so much memory.
 
-    A recipe for a CPU or several processes is returned as it is; so is one for which no number fits. `section` is `train` or
-    `sft`.
+    A recipe for a CPU or several processes is returned as it is. Where no micro-batch fits, the number is that of the smallest.
+    `section` is `train` or `sft`.
     """
     if not on_gpu(config) or config.cluster.distributed:
         return config
@@ -95,10 +94,10 @@ def completed(config: Config, workload: Workload, *, section: str, gib: float, n
     limit = USABLE * gib * 2**30
     embedded = config.engine.embedded if section == "train" and not config.runs_conversations_elsewhere else None
     tokens, update = _micro_batch(config, workload, section, gib, needs)
-    if tokens is None or update > limit:
-        return config
     if getattr(config, section).micro_batch_tokens is None:
         config = changed(config, [section, "micro_batch_tokens"], tokens)
+    if update > limit:
+        return config
     if embedded is not None and embedded.memory_gb is None:
         used = update if needs.sampling is None else needs.sampling(config)
         left = (limit - used) / 2**30
@@ -112,15 +111,18 @@ def cache_step(gib: float) -> float:
     return max(_CACHE_STEP, round(_CACHE_STEP * int(gib / _CACHE_STEP + 1e-6), 1))
 
 
-def _micro_batch(
-    config: Config, workload: Workload, section: str, gib: float, needs: MemoryNeeds
-) -> tuple[int | None, float]:
+def least_tokens(workload: Workload) -> int:
+    """The smallest micro-batch that is computed: one conversation of the longest."""
+    return max(workload.tokens, _LEAST_TOKENS)
+
+
+def _micro_batch(config: Config, workload: Workload, section: str, gib: float, needs: MemoryNeeds) -> tuple[int, float]:
     """The most tokens of a micro-batch on a GPU with so much memory, and the bytes of the update with them; the recipe's number,
-    if it has one. None if not even one conversation fits."""
+    if it has one. The smallest, if not even one conversation fits."""
     given = getattr(config, section).micro_batch_tokens
     if given is not None:
         return given, needs.update(config)
-    longest = max(workload.tokens, _LEAST_TOKENS)
+    longest = least_tokens(workload)
 
     def needed(tokens: int) -> float:
         return needs.update(changed(config, [section, "micro_batch_tokens"], tokens))
@@ -131,7 +133,7 @@ def _micro_batch(
     one, two = needed(longest), needed(2 * longest)
     limit = USABLE * gib * 2**30
     if limit < one:
-        return None, one
+        return longest, one
     if config.engine.embedded is not None and needs.sampling is None:
         limit = (one + limit) / 2  # the other half is for the cache
     tokens = rounded(longest + (limit - one) / max((two - one) / longest, 1.0))
@@ -164,13 +166,27 @@ def fitted_to_card(
 
 def computed_notes(config: Config, known: Config, section: str, cards: str) -> list[str]:
     """The numbers that `known` has in place of those that the recipe leaves open, and for which GPUs."""
-    if known is config:
-        return []
-    numbers = [f"{section}.micro_batch_tokens={getattr(known, section).micro_batch_tokens}"]
-    cache = known.engine.embedded.memory_gb if section == "train" and known.engine.embedded is not None else None
-    if cache is not None and not known.runs_conversations_elsewhere:
-        numbers.append(f"engine.memory_gb={cache}")
-    return [f"computed for {cards}, where the recipe has no number: {', '.join(numbers)}"]
+    numbers = computed_numbers(config, known, section)
+    return [f"computed for {cards}, where the recipe has no number: {', '.join(numbers)}"] if numbers else []
+
+
+def computed_numbers(config: Config, known: Config, section: str) -> list[str]:
+    """The options for which `known` has a number and `config` has none: `train.micro_batch_tokens=7424`."""
+    options = [f"{section}.micro_batch_tokens"]
+    if section == "train" and known.engine.embedded is not None:
+        options.append("engine.memory_gb")
+    values = {option: value_of(known, option.split(".")) for option in options}
+    return [
+        f"{option}={value}"
+        for option, value in values.items()
+        if value is not None and value_of(config, option.split(".")) is None
+    ]
+
+
+def with_smallest(numbers: Sequence[str], section: str, workload: Workload) -> str:
+    """What the check of a peak that is too large says if the computed `numbers` have the smallest micro-batch; else nothing."""
+    smallest = f"{section}.micro_batch_tokens={least_tokens(workload)}"
+    return f", with the smallest micro-batch ({smallest})" if smallest in numbers else ""
 
 
 def least_gib(config: Config, model_config: Any, workload: Workload) -> float:
@@ -337,13 +353,13 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
     if max(held_bytes(config, model_config, "train"), sampling + least) > limit:  # known without a pass
         return None
     known = fitted(config, model_config, workload, section="train", gib=gib)
-    if known.train.micro_batch_tokens is None:
+    update = _of_process(known, model_config, workload, "train", gib).update(known)
+    if update > limit:
         return None
     embedded = known.engine.embedded
     if embedded is None or embedded.memory_gb is None or embedded.memory_gb * 2**30 < least:
         return None
     cache = embedded.memory_gb * 2**30
-    update = _of_process(known, model_config, workload, "train", gib).update(known)
     count, size = empty_parameters(config, model_config)
     return Plan(
         way=way,

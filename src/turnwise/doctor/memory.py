@@ -522,8 +522,17 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
 
 def kv_bytes_of_row(config: Config, model_config: Any, tokens: int) -> float:
     """The bytes that the embedded engine keeps for a conversation of so many tokens."""
-    capacity = max(256, 1 << (tokens - 1).bit_length())
-    return kv_bytes(config, model_config, capacity, dtype="float32" if config.model.exact else "bfloat16")
+    return kv_bytes(config, model_config, _row_tokens(tokens), dtype=_cache_dtype(config))
+
+
+def _row_tokens(tokens: int) -> int:
+    """The length of a row of the embedded engine's cache for so many tokens: rows grow by doubling."""
+    return max(256, 1 << (tokens - 1).bit_length())
+
+
+def _cache_dtype(config: Config) -> str:
+    """The type of the embedded engine's keys and values."""
+    return "float32" if config.model.exact else "bfloat16"
 
 
 def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> float:
@@ -536,6 +545,30 @@ def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> f
     else:
         token = 2 * sum(key_widths(text)) * getattr(torch, dtype).itemsize
     return float(token * tokens + states)
+
+
+def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | None:
+    """How many conversations the embedded engine's cache holds at once, what a token takes of it, and what becomes of the others;
+    None if no such engine is in the trainer's process."""
+    engine = config.engine.embedded
+    if engine is None or config.runs_conversations_elsewhere is not None:
+        return None
+    size = (DEFAULT_CACHE_GB if engine.memory_gb is None else engine.memory_gb) * 2**30
+    states, one = (kv_bytes(config, model_config, tokens, dtype=_cache_dtype(config)) for tokens in (0, 1))
+    token = one - states
+    started = min(workload.conversations * (config.train.max_staleness + 1), config.max_concurrent)
+    # all rows have one length, and a row that does not double has what there is
+    whole, least = (token * tokens + states for tokens in (_row_tokens(workload.tokens), workload.tokens))
+    rows = min(int(size // whole) or int(size >= least), engine.slots)
+    each = f"of {workload.tokens:,} tokens, {token / 2**10:.4g} KiB a token"
+    if rows >= started:
+        return f"all {started} conversations ({each})"
+    if not rows:
+        return f"less than one conversation ({each}): a request that may become longer than the cache is refused"
+    return (
+        f"{rows} of {started} conversations ({each}), more if they are shorter; requests of the others wait, and a "
+        f"conversation whose place they take between its turns is computed again"
+    )
 
 
 # a server on the trainer's GPU
@@ -588,6 +621,8 @@ def _server_weights(model: Any, whole: float) -> tuple[float, float]:
 
 # the prediction
 
+USABLE = 0.92
+"""The share of a GPU's free memory that is planned with: torch's allocator keeps blocks that fit nothing else."""
 PROGRAM_BYTES = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
 _PEFT = 140 * 2**20
@@ -856,9 +891,20 @@ def peak_check(
         f"predicted peak of a training step: {found.gib:.1f} GiB ({both}{workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
-    if found.gib <= limit:
-        return Check("memory", "ok", text, details=details)
-    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB", details=details)
+    if section == "train" and (holds := cache_holds(config, model_config, workload)) is not None:
+        details.append(("the KV cache holds", holds))
+    return compared(text, found.gib, limit, details, gpu=on_gpu(config))
+
+
+def compared(text: str, gib: float, limit: float, details: Sequence[tuple[str, str]], *, gpu: bool) -> Check:
+    """The check `memory` of a peak, whose prediction is in `text`: whether it fits, or does with so little to spare of a GPU that
+    blocks which torch keeps may be too much."""
+    if gib > limit:
+        return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB", details=details)
+    if gpu and gib > USABLE * limit:
+        text += f", more than {USABLE:.0%} of {limit:.1f} GiB (torch's allocator keeps blocks that fit nothing else)"
+        return Check("memory", "note", text, details=details)
+    return Check("memory", "ok", text, details=details)
 
 
 def certain_check(config: Config, path: str, *, section: str) -> Check:

@@ -15,9 +15,10 @@ from turnwise import assembly
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor.check import Check
-from turnwise.doctor.fit import LEAST_ROWS, USABLE, WAYS, cache_step, fitted, value_of
+from turnwise.doctor.fit import LEAST_ROWS, WAYS, cache_step, computed_numbers, fitted, value_of, with_smallest
 from turnwise.doctor.memory import (
     SERVER_CACHE,
+    USABLE,
     Prediction,
     Workload,
     changed,
@@ -54,6 +55,11 @@ class Memory:
     gib: float
     of_card: bool
     """Whether it is that of a GPU, for which a run computes the numbers that a recipe leaves open."""
+
+    @property
+    def usable(self) -> float:
+        """The GiB that options to change are chosen for."""
+        return USABLE * self.gib if self.of_card else self.gib
 
 
 # the check
@@ -99,23 +105,31 @@ def fit_check(
 
 def _checked(config: Config, memory: Memory) -> Check:
     """The check of the trainer's device."""
+    known = completed(config, memory)
     check = peak_check(
-        completed(config, memory),
+        known,
         memory.model_config,
         memory.workload,
         section=memory.section,
         limit=memory.gib,
         card_gib=memory.gib,
     )
-    if check.status != "fail":
+    numbers = computed_numbers(config, known, memory.section)
+    if numbers:
+        check = replace(check, details=[*check.details, ("computed", ", ".join(numbers))])
+    if check.status == "ok":
         return check
+    text = check.text + with_smallest(numbers, memory.section, memory.workload)
     found = what_fits(config, memory)
     if not found.fits and memory.of_card and memory.section == "train" and assembly.servers_beside_trainer(config):
         embedded = what_fits(changed(config, ["engine"], LocalEngineSection()), memory)
         if embedded.fits:
             found = replace(embedded, options={"engine": "local", **embedded.options})
-    advice = found.advice("use a smaller model, shorter conversations (limits.context), or more memory")
-    return replace(check, text=f"{check.text}: {advice}")
+    otherwise = "use a smaller model, shorter conversations (limits.context), or more memory"
+    if memory.usable < found.gib <= memory.gib:
+        otherwise = f"more than {USABLE:.0%} of {memory.gib:.1f} GiB; {otherwise}"
+    advice = found.advice(otherwise)
+    return replace(check, text=f"{text}: {advice}")
 
 
 def _with_servers(config: Config, memory: Memory, check: Check) -> Check:
@@ -139,7 +153,7 @@ def _with_servers(config: Config, memory: Memory, check: Check) -> Check:
         wanted = assembly.trainer_gpus(config)[:1] * (engine.replicas * engine.tensor_parallel * engine.data_parallel)
         beside = _checked(changed(config, ["engine", "devices"], wanted), memory)
         text = f"{check.text}, and {server.gib:.1f} GiB on a second GPU for the server. On one GPU (engine.devices={wanted})"
-        status = "note" if beside.status == "fail" else check.status
+        status = check.status if beside.status == "ok" else "note"
         return replace(check, status=status, text=f"{text}: {beside.text}")
     return check
 
@@ -159,8 +173,8 @@ class Fitting:
 
     @property
     def text(self) -> str:
-        """The options as the command line has them, without numbers that nothing is left to compute for."""
-        return " ".join(f"{name}={shown(value)}" for name, value in self.options.items() if value is not None)
+        """The options as the command line has them; `null` for a number that nothing is left to compute for."""
+        return " ".join(f"{name}={shown(value)}" for name, value in self.options.items())
 
     @property
     def remark(self) -> str:
@@ -178,6 +192,8 @@ class Fitting:
 
 def shown(value: Any) -> str:
     """The value of an option as YAML and the command line have it."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -208,7 +224,7 @@ def _tried(config: Config, options: Mapping[str, Any], memory: Memory, *, rows: 
     if strict and _refused(other, memory.section) is not None:
         return None
     held = held_bytes(other, memory.model_config, memory.section) / 2**30
-    if held > memory.gib:  # known without a pass
+    if held > memory.usable:  # known without a pass
         return Fitting(_values(options, other), held, fits=False)
     if options.get("engine.memory_gb") is _COMPUTED and other.engine.servers is not None:
         other = _with_server_cache(other, memory)
@@ -216,12 +232,12 @@ def _tried(config: Config, options: Mapping[str, Any], memory: Memory, *, rows: 
     values = _values(options, other)
     gib = predict(other, memory.model_config, memory.workload, section=memory.section, card_gib=memory.gib).gib
     if any(value is None for value in values.values()):
-        return Fitting({}, gib, fits=False)
+        return Fitting(values, gib, fits=False)
     if (cache := values.get("engine.memory_gb")) is not None:
         needed = min(rows, memory.workload.conversations)
         if cache * 2**30 < needed * kv_bytes_of_row(other, memory.model_config, memory.workload.tokens):
             return None
-    return Fitting(values, gib, fits=gib <= memory.gib)
+    return Fitting(values, gib, fits=gib <= memory.usable)
 
 
 def completed(config: Config, memory: Memory) -> Config:
@@ -281,15 +297,16 @@ def _methods(config: Config, section: str) -> Iterator[dict[str, Any]]:
             for name, value in way.options.items()
             if not (adapter and name.startswith("model.lora."))
         }
-        yield {
+        changes = {
             name: value
             for name, value in own.items()
             if value_of(config, name.split(".")) != value
             and not (name.endswith("master_weights") and (adapter or optimizer.master_weights != "float32"))
             and not (name.endswith("offload") and (adapter or section == "sft" or optimizer.offload != "none"))
         }
+        yield changes
         if way.name == "all weights, Kahan" and not adapter and optimizer.name == "adamw":
-            yield {name: value for name, value in own.items() if "optimizer" not in name} | {
+            yield {name: value for name, value in changes.items() if "optimizer" not in name} | {
                 f"{section}.optimizer.name": "adamw_8bit"
             }
 

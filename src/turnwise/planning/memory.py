@@ -20,15 +20,26 @@ from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
 from turnwise.config.train_checks import needs_critic, needs_reference
 from turnwise.doctor.check import Check
-from turnwise.doctor.fit import MOST_TOKENS, MemoryNeeds, completed, computed_notes, without_cache
+from turnwise.doctor.fit import (
+    MOST_TOKENS,
+    MemoryNeeds,
+    completed,
+    computed_notes,
+    computed_numbers,
+    with_smallest,
+    without_cache,
+)
 from turnwise.doctor.memory import (
     OF_ENGINE,
     PROGRAM_BYTES,
     SERVER_BYTES,
+    USABLE,
     MemoryPart,
     Prediction,
     Workload,
+    cache_holds,
     changed,
+    compared,
     default_tokens,
     empty_model,
     kv_bytes,
@@ -328,7 +339,7 @@ def fitted_on_ranks(
     config: Config, model_config: Any, workload: Workload, ranks: int, *, section: str, gib: float
 ) -> Config:
     """The recipe with numbers in place of `micro_batch_tokens: null` and `engine.memory_gb: null`, for ranks whose GPUs have so
-    much memory each. A recipe for which no number fits is returned as it is. `section` is `train` or `sft`.
+    much memory each. Where no micro-batch fits, the number is that of the smallest. `section` is `train` or `sft`.
 
     They are those of rank 0, which needs the most: all ranks compute micro-batches that rank 0 packs. Its cache stays during an
     update.
@@ -387,13 +398,20 @@ def rank_memory_check(
         return not_predicted(failed)
     details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.2f}" for part in found.parts))]
     text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
-    if found.gib <= limit:
-        return Check("memory", "ok", text, details=details)
+    if _samples(config, section) and (holds := cache_holds(known, model_config, workload)) is not None:
+        details.append(("the KV cache holds", holds))
+    numbers = computed_numbers(config, known, section)
+    if numbers:
+        details.append(("computed", ", ".join(numbers)))
+    check = compared(text, found.gib, limit, details, gpu=on_gpu(config))
+    if check.status == "ok":
+        return check
+    bound = USABLE * limit if on_gpu(config) else limit
     server = ", a server engine" if _samples(config, section) else ""
-    advice = _what_fits(config, model_config, workload, ranks, section, limit).advice(
+    advice = _what_fits(known, model_config, workload, ranks, section, bound).advice(
         f"use more ranks{server}, a smaller model, shorter conversations (limits.context), or more memory"
     )
-    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
+    return replace(check, text=f"{check.text}{with_smallest(numbers, section, workload)}: {advice}")
 
 
 _WORTH = 0.98
