@@ -97,6 +97,38 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         "runs", type=Path, nargs="+", metavar="RUN",
         help="the directory of a run, such as runs/demo, of an evaluation, or of several runs",
     )  # fmt: skip
+    _add_selection(parser)
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", default=[],
+        help="the value of a metric in every step, such as reward/mean, or eval/NAME on held-out rows (docs/metrics.md); of "
+        "several runs, a column of the table; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
+    )
+    parser.add_argument(
+        "--over-seeds",
+        action="store_true",
+        help="in the table of runs, one row for the finished runs that differ in the seed only: number, mean, standard deviation",
+    )
+    parser.add_argument(
+        "--check", action="store_true",
+        help="whether the record is complete: every step once, every group, no id twice; the exit status is 1 if it is not",
+    )  # fmt: skip
+    printed = "the table of runs, or with --metric the steps of one run, as"
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {printed} JSON; with --step, --worst, ... these conversations as JSON lines (docs/record.md)",
+    )
+    parser.add_argument("--csv", action="store_true", help=f"print {printed} CSV")
+    parser.set_defaults(command=_run_show)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose conversations of a run, and how they are printed."""
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument(
         "--step",
@@ -125,33 +157,6 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also print every token: id, text, turn, weight, log-probability, version of the weights",
     )
-    parser.add_argument(
-        "--metric", metavar="NAME", action="append", default=[],
-        help="the value of a metric in every step, such as reward/mean, or eval/NAME on held-out rows (docs/metrics.md); of "
-        "several runs, a column of the table; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sort",
-        metavar="COLUMN",
-        help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
-    )
-    parser.add_argument(
-        "--over-seeds",
-        action="store_true",
-        help="in the table of runs, one row for the finished runs that differ in the seed only: number, mean, standard deviation",
-    )
-    parser.add_argument(
-        "--check", action="store_true",
-        help="whether the record is complete: every step once, every group, no id twice; the exit status is 1 if it is not",
-    )  # fmt: skip
-    printed = "the table of runs, or with --metric the steps of one run, as"
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help=f"print {printed} JSON; with --step, --worst, ... these conversations as JSON lines (docs/record.md)",
-    )
-    parser.add_argument("--csv", action="store_true", help=f"print {printed} CSV")
-    parser.set_defaults(command=_run_show)
 
 
 _SELECTING = ("id", "step", "row", "worst", "best", "last", "failed", "tokens")
