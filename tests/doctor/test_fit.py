@@ -704,7 +704,8 @@ def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
     tree = yaml.safe_load(file.read_text()) | {"engine": engine}
     beside, _ = with_overrides(tree, ["model.device=cuda"], source=str(file))
     check = fit_check(beside, path, section="train", memory_gb=24.0)
-    assert check.status == "ok", check
+    assert check.status == "note", check  # the update alone takes 92 %, and a sleeping server is beside it
+    assert fit_check(applied(beside, check), path, section="train", memory_gb=24.0).status == "ok", check
     assert (
         what_fits.assembly.place_of_servers(beside)
         == "on GPU 0, which the trainer uses in turns with it (engine.sleep)"
