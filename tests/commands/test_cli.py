@@ -424,7 +424,7 @@ def test_the_commands_of_examples_can_be_parsed() -> None:
         (["show", "runs/x", "--worst", "0"], "argument --worst: '0' is not a number of at least 1"),
         (["show", "runs/x", "--best", "-3"], "argument --best: '-3' is not a number of at least 1"),
         (["show", "runs/x", "--last=-1"], "argument --last: '-1' is not a number of at least 1"),
-        (["show", "runs/x", "--step=-1"], "argument --step: '-1' is not a number of at least 0"),
+        (["show", "runs/x", "--step=-1"], "argument --step: '-1' is no step: give a number of at least 0, or last"),
         (["view", "runs", "--export", "x.html", "--most", "0"], "argument --most: '0' is not a number of at least 1"),
         (["view", "runs", "--port", "70000"], "70000 is not a port: give a number from 0 to 65535"),
         (["plan", "r.yaml", "--ranks", "0"], "argument --ranks: '0' is not a number of at least 1"),
