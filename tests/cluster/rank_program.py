@@ -227,6 +227,7 @@ class Case:
     dora: bool = False
     checkpointing: bool = False
     dtype: str = "float32"
+    autocast: bool = False
     share_prompts: str = "auto"
     batches: int = 1
     epochs: int = 1
@@ -288,6 +289,7 @@ CASES = {
     ),
     "bfloat16": Case(dtype="bfloat16"),
     "mixed": Case(sharding=FsdpSection(param_dtype="bfloat16")),
+    "autocast": Case(autocast=True),
 }
 
 
@@ -317,6 +319,7 @@ def options_of(case: Case) -> ShardOptions:
         teacher=case.teacher,
         teachers=teachers_of(case),
         share_prompts=case.share_prompts,
+        autocast=case.autocast,
     )
 
 
@@ -339,6 +342,7 @@ def local(case: Case) -> LocalLearner:
         reference=options.reference,
         teachers=options.teachers,
         share_prompts=options.share_prompts,
+        autocast=options.autocast,
         threads=1,
     )
 

@@ -85,7 +85,7 @@ EXACT = [
     "teacher_is_the_student",
 ]
 
-ROUNDED = ["bfloat16", "mixed"]
+ROUNDED = ["bfloat16", "mixed", "autocast"]
 
 ON_ONE_RANK = ["ppo_clip", "lora_reference"]
 
@@ -242,7 +242,7 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
             2,
             [
                 passes("two", {}, [*EXACT, *ROUNDED]),
-                passes("pair", {"tensor": 2}, TOGETHER["pair"]),
+                passes("pair", {"tensor": 2}, [*TOGETHER["pair"], "autocast"]),
                 passes("parts", {"context": 2}, TOGETHER["parts"]),
                 critics("two", {}, [*CRITIC_EXACT, "bfloat16"]),
                 critics("pair", {"tensor": 2}, CRITIC_TOGETHER),
@@ -326,9 +326,9 @@ def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("case", ROUNDED)
-def test_ranks_in_bfloat16_differ_by_rounding(results: dict[str, Any], case: str) -> None:
-    result = results["two"][case]
+@pytest.mark.parametrize(("ranks", "case"), [*(("two", case) for case in ROUNDED), ("pair", "autocast")])
+def test_ranks_in_bfloat16_differ_by_rounding(results: dict[str, Any], ranks: str, case: str) -> None:
+    result = results[ranks][case]
     actual, expected = (result[name]["updates"][0] for name in ("ranks", "one"))
     assert result["weights"] < 5e-3
     assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
