@@ -927,6 +927,7 @@ def test_what_an_estimator_needs_and_options_without_effect(
         (["environment=turnwise.environments.users:ScriptedUser", REWARD], "grpo"),
         ([TURN_REWARD], "turn_return"),
         (["tools=[t.py:tool]"], "turn_return"),
+        (["mcp.servers=m.json", REWARD], "grpo"),  # their results have no rewards
         ([ENVIRONMENT], "turn_return"),
         ([ENVIRONMENT, TURN_REWARD, ONE_TURN], "grpo"),
     ],
@@ -945,10 +946,6 @@ def test_the_estimator_of_a_recipe_that_names_none(credit_recipe: Path, override
         (["mcp.servers=m.json", "tools=[t.py:tool]"], "tools may give turns rewards"),
         (["mcp.servers=m.json", "mcp.use=mine.py:Servers"], "tools may give turns rewards"),
         (["mcp.servers=m.json", "reward.kl.coef=0.1"], "reward.kl gives turns rewards"),
-        (
-            ["mcp.servers=m.json"],
-            "the recipe has tools. Those of MCP servers give turns no rewards: consider credit.name=grpo",
-        ),
         ([ENVIRONMENT], "environment=mine.py:game may give turns rewards"),
         (["reward.kl.coef=0.1", REWARD], "reward.kl gives turns rewards"),
     ],

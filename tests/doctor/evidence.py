@@ -264,6 +264,7 @@ TESTED: Mapping[str, str] = {
         f"health.{name}": "runs/test_health.py::test_a_teacher_that_teaches_nothing_and_one_that_is_not_followed_are_noticed"
         for name in ("teacher_gap", "teacher_growth")
     },
+    "health.reward_drop": "runs/test_health.py::test_a_reward_that_falls_below_its_best_window_is_noticed",
     "health.cut": "runs/test_health.py::test_many_answers_that_are_cut_are_told_with_the_limit_that_cuts_most",
     "health.constant_reward": "runs/test_health.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",

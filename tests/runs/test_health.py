@@ -151,6 +151,40 @@ def test_an_entropy_that_collapses_is_noticed() -> None:
     assert names(never_known, {"entropy": None}, {"entropy": None}, {}) == [[], [], []]
 
 
+def fallen(means: Sequence[float | None], std: float = 0.5, **health: Any) -> dict[int, RunProblem]:
+    """The steps in which the fall of the reward is told."""
+    monitors = HealthMonitors(made(health={"window": 2, **health}, output="runs/x", train={"lr": 0.3}))
+    lines = [{"step": n, "reward/mean": mean, "reward/std": std} for n, mean in enumerate(means, 1)]
+    return {line["step"]: found[0] for line in lines if (found := monitors.findings(line, []))}
+
+
+def test_a_reward_that_falls_below_its_best_window_is_noticed() -> None:
+    rises_and_falls = [0.2, 0.3, 0.6, 0.62, 0.5, 0.4, 0.01, 0.0]  # windows: .25 .45 .61 .56 .45 .205 .005
+    found = fallen(rises_and_falls)
+    assert list(found) == [8]  # in step 7 the two steps of the window differ too much to be sure
+    assert found[8].name == "reward_drop"
+    assert "the mean reward is 0.005, and was 0.61 in steps 3 to 4: a fall by 1.21 standard deviations" in found[8].text
+    assert "(mean of steps 7 to 8; the limit is health.reward_drop=0.5)" in found[8].text
+    assert "with a lower train.lr (it is 0.3)" in found[8].text
+    assert "`turnwise show runs/x --metric reward/mean`" in found[8].text
+    assert fallen(rises_and_falls, reward_drop=1.25) == {}
+    assert fallen(rises_and_falls, reward_drop=None) == {}
+    assert fallen([0.9, 0.1, 0.9, 0.1, 0.4, 0.1, 0.1, 0.1]) == {}  # small batches: the steps differ as much
+    assert fallen([0.9, 0.9, 0.9, 0.7, 0.7, 0.7]) == {}  # by 0.2, which is 0.4 standard deviations
+    assert list(fallen([0.9, 0.9, 0.9, 0.7, 0.7, 0.7], std=0.2)) == [5, 6]  # by 1
+    assert fallen([None, 0.9, 0.9, None, 0.0, 0.0], std=0.2).keys() == {6}
+
+
+def test_a_reward_of_rows_that_become_harder_may_fall() -> None:
+    config = made(health={"window": 1}, data={"train": "rows.jsonl", "curriculum": {"high": 0.9}})
+    rewards = [{"reward/mean": 0.9, "reward/std": 0.1}, {"reward/mean": 0.1, "reward/std": 0.1}]
+    assert names(HealthMonitors(config), *rewards) == [[], []]
+    assert names(HealthMonitors(made(health={"window": 1})), *rewards) == [[], ["reward_drop"]]
+    past = [{"step": 1, **rewards[0]}]  # of a resumed run
+    (finding,) = HealthMonitors(made(health={"window": 1}), past).findings({"step": 2, **rewards[1]}, [])
+    assert "was 0.9 in steps 1 to 1" in finding.text
+
+
 def test_a_teacher_that_teaches_nothing_and_one_that_is_not_followed_are_noticed() -> None:
     def found(values: list[float], **health: Any) -> dict[int, list[RunProblem]]:
         monitors = HealthMonitors(made(teacher="t", health={"window": 2, **health}, output="runs/x"))
@@ -244,6 +278,18 @@ def test_a_warning_comes_once() -> None:
         ),
         (
             {"health": {"reward_correlation": 0.0}, "reward": {"trajectory": ["r.py:f"]}},
+            "health.reward_correlation has no effect, because the reward has only one part",
+        ),
+        (
+            {"health": {"reward_drop": 1.0}, "data": {"train": "rows.jsonl", "curriculum": {"high": 0.9}}},
+            "health.reward_drop has no effect with data.curriculum",
+        ),
+        (
+            {
+                "health": {"stop": ["reward_correlation"]},
+                "reward": {"trajectory": ["r.py:f"]},
+                "mcp": {"servers": "s.json"},
+            },
             "health.reward_correlation has no effect, because the reward has only one part",
         ),
         ({"health": {"teacher_gap": 0.1}}, "health.teacher_gap has no effect without a teacher"),
@@ -362,12 +408,17 @@ def test_reward_functions_of_weight_zero_are_no_source_of_rewards() -> None:
         {"reward": {"turns": ["my.py:f"]}},
         {"reward": {"group": ["my.py:f"]}},
         {"tools": ["my.py:tool"]},
-        {"mcp": {"servers": "servers.json"}},
+        {"mcp": {"servers": "servers.json", "use": "my.py:Servers"}},
     ],
     ids=str,
 )
 def test_whatever_may_give_a_reward_is_taken(source: dict[str, Any]) -> None:
     refuse_without_reward(watch_made(**source))
+
+
+def test_tools_of_mcp_servers_give_no_reward() -> None:
+    with pytest.raises(ConfigError, match=re.escape("no tool that could score a call (results of MCP servers have no")):
+        refuse_without_reward(watch_made(mcp={"servers": "servers.json"}))
 
 
 def test_training_asks_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -142,11 +142,6 @@ def credit_note(config: Config) -> str | None:
     """The estimator that `credit.name=auto` stands for, for the user; None if the recipe names an estimator."""
     if not isinstance(config.credit, AutoCredit):
         return None
-    name = chosen_estimator(config).name
-    if name != "turn_return":
-        why = "turns have no rewards of their own"
-    elif (source := turn_reward_source(config)) is not None:
-        why = f"{source} turns rewards"
-    else:  # grpo would compute other advantages, so the choice stays that of all recipes with tools
-        why = "the recipe has tools. Those of MCP servers give turns no rewards: consider credit.name=grpo"
+    name, source = chosen_estimator(config).name, turn_reward_source(config)
+    why = f"{source} turns rewards" if name == "turn_return" else "turns have no rewards of their own"
     return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"

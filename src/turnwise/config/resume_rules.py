@@ -143,8 +143,8 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "free",
         "health.",
-        "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation teacher_gap teacher_growth "
-        "failed cut slow_rank",
+        "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation reward_drop teacher_gap "
+        "teacher_growth failed cut slow_rank",
     ),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),

@@ -28,7 +28,7 @@ from turnwise.options.algorithm import (
     TurnReturn,
 )
 from turnwise.options.policies import PolicySection
-from turnwise.options.schema import Config, DataSection, QuantizationSection
+from turnwise.options.schema import Config, CurriculumSection, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
 from turnwise.user_code.algorithms import Needs, declared_needs
 
@@ -130,20 +130,24 @@ def _idle_problems(config: Config, section: CreditSection) -> list[tuple[bool, s
 
 
 def turn_reward_source(config: Config) -> str | None:
-    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does. None: the only
-    tools are those of MCP servers, whose results have no reward."""
+    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does. None: nothing."""
     if config.reward.turns:
         return "reward.turns gives"
     if config.environment.use not in WITHOUT_REWARD:
         return f"environment={config.environment.use} may give"
-    if config.tools or "use" in changed_options(config.mcp):  # a class of the user may return another result
+    if _tools_may_reward(config):
         return "tools may give"
     return "reward.kl gives" if config.reward.kl.coef > 0 else None
 
 
+def _tools_may_reward(config: Config) -> bool:
+    """The result of an MCP server's tool has no reward, unless a class of the user (`mcp.use`) makes another result of it."""
+    return bool(config.tools) or "use" in changed_options(config.mcp)
+
+
 def environment_may_reward(config: Config) -> bool:
     """Whether the environment or a tool may give rewards."""
-    return config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
+    return config.environment.use not in WITHOUT_REWARD or _tools_may_reward(config)
 
 
 # critic
@@ -269,9 +273,9 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
     health, train, reward = config.health, config.train, config.reward
     used = {*changed_options(health), *health.stop}
     functions = len(reward.functions)
-    others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
+    others = environment_may_reward(config)
     of_teacher = next((name for name in ("teacher_gap", "teacher_growth") if name in used), None)
-    of_rewards = next((name for name in ("zero_std", "constant_reward", "reward_correlation") if name in used), None)
+    of_rewards = next(iter(sorted(used & {"zero_std", "constant_reward", "reward_correlation", "reward_drop"})), None)
     alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
     return [
         (
@@ -298,6 +302,10 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
         (
             "reward_correlation" in used and functions + others < 2,
             "health.reward_correlation has no effect, because the reward has only one part: remove it",
+        ),
+        (
+            "reward_drop" in used and config.data.curriculum != CurriculumSection(),
+            "health.reward_drop has no effect with data.curriculum, which chooses other rows as the model learns: remove it",
         ),
     ]
 
@@ -834,8 +842,8 @@ def refuse_without_reward(config: Config) -> None:
         return  # a teacher alone is learnt from
     reward = config.reward
     functions = reward.functions
-    if any(function.weight for function in functions) or config.tools or config.mcp.servers is not None:
-        return  # a tool may score a call
+    if any(function.weight for function in functions) or _tools_may_reward(config):
+        return
     if functions and config.environment.use in WITHOUT_REWARD:
         names = ", ".join(function.use for function in functions)
         raise ConfigError(
@@ -843,10 +851,11 @@ def refuse_without_reward(config: Config) -> None:
             f"gives no rewards. Set the weight of one of them, or use an environment that gives rewards"
         )
     if config.environment.use in WITHOUT_REWARD:
+        of_mcp = " (results of MCP servers have no reward)" if config.mcp.servers is not None else ""
         raise ConfigError(
             f"nothing gives a reward: environment={config.environment.use} gives no rewards, and the recipe has no reward "
-            f"function and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or use an environment "
-            f"that gives rewards"
+            f"function and no tool that could score a call{of_mcp}. Set reward.trajectory (docs/recipes.md), or use an "
+            f"environment that gives rewards"
         )
 
 

@@ -377,6 +377,7 @@ Monitor = Literal[
     "mismatch",
     "kl",
     "reward_correlation",
+    "reward_drop",
     "teacher_gap",
     "teacher_growth",
     "failed",
@@ -409,6 +410,8 @@ class HealthSection(Section):
     """Largest `kl`."""
     reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
     """Least `reward/correlation`."""
+    reward_drop: Above | None = 0.5
+    """Largest fall of `reward/mean` from its best window, in standard deviations of the rewards (`reward/std`)."""
     teacher_gap: Above | None = 0.001
     """Least `teacher/divergence` in the first steps."""
     teacher_growth: Annotated[float, Field(gt=1)] | None = 2.0

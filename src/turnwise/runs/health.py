@@ -8,6 +8,7 @@ warnings of the monitors. Neither changes what is trained.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from turnwise.options.schema import Config
+from turnwise.options.schema import Config, CurriculumSection
 from turnwise.options.section import Use
 from turnwise.record.failures import ToolCallCounts
 from turnwise.record.metrics import (
@@ -88,6 +89,24 @@ class _Limit:
     """Whether the last step of a run that is shorter than the window is enough."""
 
 
+_SURE = 4.0
+"""Standard errors of the difference of two windows, from which it is no chance. The best of many windows is lucky: 3 are not
+enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewards:
+    """The rewards of the steps of a window."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of the rewards within a step, mean of the steps."""
+    error: float
+    """Standard error of the mean, from the differences between the steps."""
+    first: int
+    last: int
+
+
 _FEW_CUT = 0.2
 """At most this share of the conversations of the first step were cut if the model could end its turns."""
 _LIMITS = (
@@ -157,6 +176,10 @@ class HealthMonitors:
     _first: list[Line] = field(default_factory=list)
     _latest: deque[Line] = field(init=False)
     """The last steps, at most `health.window`."""
+    _best: _Rewards | None = None
+    """The window with the highest rewards so far."""
+    _deviation: float = 0.0
+    """The largest deviation of rewards of a window so far: solved and failed tasks have none, and are not noise."""
 
     def __post_init__(self) -> None:
         self._latest = deque(maxlen=self.config.health.window)
@@ -178,6 +201,7 @@ class HealthMonitors:
             self._tool_use(),
             self._entropy(),
             self._length(),
+            self._reward_drop(),
             self._teacher_gap(),
             self._teacher_growth(),
         ]
@@ -187,6 +211,9 @@ class HealthMonitors:
         if len(self._first) < self.config.health.window:
             self._first.append(line)
         self._latest.append(line)
+        if (rewards := self._rewards()) is not None:
+            self._deviation = max(self._deviation, rewards.deviation)
+            self._best = rewards if self._best is None or rewards.mean >= self._best.mean else self._best
 
     def _compare(self, limit: _Limit, groups: Sequence[Group], slowest: str) -> RunProblem | None:
         bound = getattr(self.config.health, limit.name)
@@ -281,6 +308,36 @@ class HealthMonitors:
             "Look whether the answers repeat themselves, and whether they are cut (stop/length). A reward such as soft_overlong, "
             "or loss.normalizer=constant, works against long answers",
         )
+
+    def _reward_drop(self) -> RunProblem | None:
+        bound, best, latest = self.config.health.reward_drop, self._best, self._rewards()
+        if bound is None or best is None or latest is None or self.config.credit.name == "none":
+            return None
+        if self.config.data.curriculum != CurriculumSection():
+            return None  # its rows become harder
+        drop, error = best.mean - latest.mean, math.hypot(best.error, latest.error)
+        if drop <= bound * self._deviation or drop <= _SURE * error:
+            return None
+        return self._finding(
+            "reward_drop",
+            "reward/mean",
+            f"the mean reward is {latest.mean:.3g}, and was {best.mean:.3g} in steps {best.first} to {best.last}: a fall by "
+            f"{drop / self._deviation:.3g} standard deviations of the rewards of a step",
+            bound,
+            f"The model forgets what it could: look whether its answers are still language, then train again from an earlier "
+            f"checkpoint with a lower train.lr (it is {self.config.train.lr:g}) or with loss.kl_coef. checkpoint.best keeps the "
+            f"best checkpoint",
+        )
+
+    def _rewards(self) -> _Rewards | None:
+        """Those of the latest steps; None before there are `health.window` steps with rewards."""
+        means = [mean for line in self._latest if (mean := line.get("reward/mean")) is not None]
+        deviation = _mean(self._latest, lambda line: line.get("reward/std"))
+        if len(means) < self.config.health.window or deviation is None:
+            return None
+        error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+        first, last = self._latest[0]["step"], self._latest[-1]["step"]
+        return _Rewards(statistics.fmean(means), deviation, error, first, last)
 
     def _teacher_gap(self) -> RunProblem | None:
         """In the first steps only: later, student and teacher should agree."""
