@@ -175,6 +175,30 @@ def test_a_reward_that_falls_below_its_best_window_is_noticed() -> None:
     assert fallen([None, 0.9, 0.9, None, 0.0, 0.0], std=0.2).keys() == {6}
 
 
+def test_a_model_that_an_update_has_broken_is_noticed_before_a_window_is_full() -> None:
+    def told(*rewards: tuple[float | None, float | None], **health: Any) -> list[list[str]]:
+        monitors = HealthMonitors(made(health=health, output="runs/x"))
+        return names(monitors, *({"reward/mean": mean, "reward/std": std} for mean, std in rewards))
+
+    lost = ((0.43, 0.5), (0.02, 0.1), (0.0, 0.0), (None, None), (0.0, 0.0), (0.0, 0.0))
+    assert told(*lost) == [[], [], [], [], [], ["reward_drop"]]
+    assert told(*lost, reward_drop=0.9) == [[], [], [], [], [], []]
+    solved = ((0.43, 0.5), (0.9, 0.1), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0))
+    assert told(*solved) == [[]] * 6
+    assert told(*((0.0, 0.0),) * 5) == [[]] * 5  # it never could: `constant_reward` tells that
+    monitors = HealthMonitors(made(output="runs/x", train={"lr": 0.3}))
+    *_, found = [
+        monitors.findings({"step": n, "reward/mean": mean, "reward/std": std}, [])
+        for n, (mean, std) in enumerate(lost, 1)
+    ]
+    assert (
+        "every reward of steps 3 to 6 is 0, and their mean was 0.43 in step 1 (health.reward_drop=0.5). "
+        in found[0].text
+    )
+    assert "with a lower train.lr (it is 0.3)" in found[0].text
+    assert "Look at `turnwise show runs/x --step 6`" in found[0].text
+
+
 def test_a_reward_of_rows_that_become_harder_may_fall() -> None:
     config = made(health={"window": 1}, data={"train": "rows.jsonl", "curriculum": {"high": 0.9}})
     rewards = [{"reward/mean": 0.9, "reward/std": 0.1}, {"reward/mean": 0.1, "reward/std": 0.1}]

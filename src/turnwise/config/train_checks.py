@@ -130,7 +130,8 @@ def _idle_problems(config: Config, section: CreditSection) -> list[tuple[bool, s
 
 
 def turn_reward_source(config: Config) -> str | None:
-    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does. None: nothing."""
+    """What gives rewards or penalties to turns, with a verb: the recipe does not show whether an environment does. None if
+    nothing does."""
     if config.reward.turns:
         return "reward.turns gives"
     if config.environment.use not in WITHOUT_REWARD:
@@ -400,8 +401,8 @@ def short_run_notes(config: Config, section: Literal["train", "sft"], steps: int
                 f"record.every={config.record.every} has no effect {of_run}: the first and the last are always recorded",
             ),
             (
-                bool(used - {"constant_reward", "stop"}) and window > steps,
-                f"health.window={window}: {of_run}, no monitor has an effect",
+                bool(used - {"constant_reward", "reward_drop", "failed", "cut", "stop"}) and window > steps,
+                f"health.window={window}: {of_run}, only constant_reward, reward_drop, failed and cut have an effect",
             ),
             (
                 compared is not None and window <= steps < 2 * window,

@@ -89,6 +89,9 @@ class _Limit:
     """Whether the last step of a run that is shorter than the window is enough."""
 
 
+_STEPS_OF_EQUAL = 3
+"""Steps in a row in which all rewards are equal, from which a model that had higher ones has lost them."""
+
 _SURE = 4.0
 """Standard errors of the difference of two windows, from which it is no chance. The best of many windows is lucky: 3 are not
 enough."""
@@ -180,6 +183,10 @@ class HealthMonitors:
     """The window with the highest rewards so far."""
     _deviation: float = 0.0
     """The largest deviation of rewards of a window so far: solved and failed tasks have none, and are not noise."""
+    _highest: Line | None = None
+    """The step with the highest mean reward so far."""
+    _equal: deque[Line] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_EQUAL))
+    """The last steps with rewards."""
 
     def __post_init__(self) -> None:
         self._latest = deque(maxlen=self.config.health.window)
@@ -191,10 +198,11 @@ class HealthMonitors:
         slowest rank."""
         self._add(line)
         if len(self._latest) < self.config.health.window:
-            if line["step"] != self.config.train.total_steps:
-                return []
-            early = [self._compare(limit, groups, slowest) for limit in _LIMITS if limit.counts_early]
-            return [finding for finding in (*early, self._cut()) if finding is not None]
+            found = [self._reward_drop()]
+            if line["step"] == self.config.train.total_steps:
+                found += [self._compare(limit, groups, slowest) for limit in _LIMITS if limit.counts_early]
+                found += [self._cut()]
+            return [finding for finding in found if finding is not None]
         found = [self._compare(limit, groups, slowest) for limit in _LIMITS]
         found += [
             self._cut(),
@@ -211,6 +219,10 @@ class HealthMonitors:
         if len(self._first) < self.config.health.window:
             self._first.append(line)
         self._latest.append(line)
+        if line.get("reward/mean") is not None:
+            self._equal.append(line)
+            if self._highest is None or line["reward/mean"] >= self._highest["reward/mean"]:
+                self._highest = line
         if (rewards := self._rewards()) is not None:
             self._deviation = max(self._deviation, rewards.deviation)
             self._best = rewards if self._best is None or rewards.mean >= self._best.mean else self._best
@@ -311,10 +323,19 @@ class HealthMonitors:
 
     def _reward_drop(self) -> RunProblem | None:
         bound, best, latest = self.config.health.reward_drop, self._best, self._rewards()
-        if bound is None or best is None or latest is None or self.config.credit.name == "none":
+        if bound is None or self.config.credit.name == "none" or self.config.data.curriculum != CurriculumSection():
+            return None  # rows that a curriculum chooses become harder
+        advice = (
+            f"The model forgets what it could: look whether its answers are still language, then train again from an earlier "
+            f"checkpoint with a lower train.lr (it is {self.config.train.lr:g}) or with loss.kl_coef. checkpoint.best keeps the "
+            f"best checkpoint"
+        )
+        if (lost := self._lost(bound)) is not None:
+            step = self._equal[-1]["step"]
+            look = f"`turnwise show {self.config.output} --step {step}`"
+            return RunProblem("reward_drop", f"{lost} (health.reward_drop={bound:g}). {advice}. Look at {look}")
+        if best is None or latest is None:
             return None
-        if self.config.data.curriculum != CurriculumSection():
-            return None  # its rows become harder
         drop, error = best.mean - latest.mean, math.hypot(best.error, latest.error)
         if drop <= bound * self._deviation or drop <= _SURE * error:
             return None
@@ -324,9 +345,24 @@ class HealthMonitors:
             f"the mean reward is {latest.mean:.3g}, and was {best.mean:.3g} in steps {best.first} to {best.last}: a fall by "
             f"{drop / self._deviation:.3g} standard deviations of the rewards of a step",
             bound,
-            f"The model forgets what it could: look whether its answers are still language, then train again from an earlier "
-            f"checkpoint with a lower train.lr (it is {self.config.train.lr:g}) or with loss.kl_coef. checkpoint.best keeps the "
-            f"best checkpoint",
+            advice,
+        )
+
+    def _lost(self, bound: float) -> str | None:
+        """That all conversations of some steps have the same reward, and one step before had higher ones. It needs no window:
+        a model that an update has broken is so from one step to the next."""
+        last, highest = list(self._equal), self._highest
+        if highest is None or len(last) < _STEPS_OF_EQUAL or any(line.get("reward/std") != 0.0 for line in last):
+            return None
+        reward, before = last[-1]["reward/mean"], highest["reward/mean"]
+        if (
+            not equal_rewards([line["reward/mean"] for line in last])
+            or before - reward <= bound * highest["reward/std"]
+        ):
+            return None
+        return (
+            f"every reward of steps {last[0]['step']} to {last[-1]['step']} is {reward:.3g}, and their mean was {before:.3g} in "
+            f"step {highest['step']}"
         )
 
     def _rewards(self) -> _Rewards | None:
