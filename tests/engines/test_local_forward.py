@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from engines.test_local_sampling import (
     FUSED,
@@ -26,7 +27,7 @@ from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.cache import NOTHING_SHARED, SharedPrefix, shared_prefix
 from turnwise.engines.local.forward import GenericForward
-from turnwise.engines.local.fused import AttentionDims, DecodeAttention, FusedForward
+from turnwise.engines.local.fused import FAMILIES, AttentionDims, DecodeAttention, FusedForward
 from turnwise.errors import EngineError
 from turnwise.models import cpu
 from turnwise.models.cpu import PackedLayers, onednn_linear, packed, packed_bytes
@@ -34,6 +35,14 @@ from turnwise.models.lora import add_adapter
 from turnwise.models.precision import autocast
 from turnwise.options.algorithm import LoraSection
 from turnwise.types import Completion, Media, Request, Sampling, Segment
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_are_those_of_transformers(family: str) -> None:
+    kind = getattr(transformers, family)
+    assert issubclass(kind, transformers.PreTrainedModel)
+    assert kind.__module__.startswith("transformers.models.")
+
 
 # Attention of a decode step against float64 formulas: rows with gaps, shared prefixes, rows much longer than the
 # others.

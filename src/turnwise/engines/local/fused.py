@@ -26,28 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    BambaModel,
-    FalconH1Model,
-    GraniteMoeHybridModel,
-    Lfm2Model,
-    Lfm2MoeModel,
-    LlamaModel,
-    MistralModel,
-    MixtralModel,
-    NemotronHModel,
-    PreTrainedModel,
-    Qwen2_5_VLTextModel,
-    Qwen2Model,
-    Qwen2VLTextModel,
-    Qwen3_5MoeTextModel,
-    Qwen3_5TextModel,
-    Qwen3Model,
-    Qwen3MoeModel,
-    Qwen3NextModel,
-    Qwen3VLMoeTextModel,
-    Qwen3VLTextModel,
-)
+from transformers import PreTrainedModel
 
 from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
 from turnwise.engines.local.linears import FusedLinear, FusedLinears, LayerSource, ModelRows, RMSNorm, SharedBase
@@ -400,16 +379,17 @@ _MAMBA2 = _Family(
     blocks={"input_layernorm": ("self_attn", "mamba"), "pre_ff_layernorm": ("feed_forward",)},
     last_norm="final_layernorm",
 )
-FAMILIES: dict[type[PreTrainedModel], _Family] = {
+FAMILIES: dict[str, _Family] = {
     **dict.fromkeys(
-        (LlamaModel, MistralModel, MixtralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel), _Family()
+        ("LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen2VLTextModel", "Qwen2_5_VLTextModel"),
+        _Family(),
     ),
-    **dict.fromkeys((Qwen3Model, Qwen3MoeModel, Qwen3VLTextModel, Qwen3VLMoeTextModel), _QK),
-    **dict.fromkeys((Qwen3_5TextModel, Qwen3_5MoeTextModel, Qwen3NextModel), _GATED_DELTA),
-    Lfm2Model: _SHORT_CONVOLUTION,
-    Lfm2MoeModel: replace(_SHORT_CONVOLUTION, rotary="pos_emb"),
-    **dict.fromkeys((BambaModel, FalconH1Model), _MAMBA2),
-    GraniteMoeHybridModel: _Family(
+    **dict.fromkeys(("Qwen3Model", "Qwen3MoeModel", "Qwen3VLTextModel", "Qwen3VLMoeTextModel"), _QK),
+    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel", "Qwen3NextModel"), _GATED_DELTA),
+    "Lfm2Model": _SHORT_CONVOLUTION,
+    "Lfm2MoeModel": replace(_SHORT_CONVOLUTION, rotary="pos_emb"),
+    **dict.fromkeys(("BambaModel", "FalconH1Model"), _MAMBA2),
+    "GraniteMoeHybridModel": _Family(
         recurrent=Mamba2,
         blocks={
             "input_layernorm": ("self_attn", "mamba"),
@@ -417,7 +397,7 @@ FAMILIES: dict[type[PreTrainedModel], _Family] = {
         },
         feed_forward=("input_linear", "output_linear"),
     ),
-    NemotronHModel: _Family(
+    "NemotronHModel": _Family(
         recurrent=Mamba2,
         blocks={"norm": ("mixer",)},
         last_norm="norm_f",
@@ -427,7 +407,13 @@ FAMILIES: dict[type[PreTrainedModel], _Family] = {
         ungated=True,
     ),
 }
-"""By the class of the text part."""
+"""By the name of the class of the text part, in transformers: to import them all would take a third of a second."""
+
+
+def _family(text: Any) -> _Family | None:
+    """The layers of a text part; None if they are not known."""
+    kind = type(text)
+    return FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
 
 
 def text_part(model: PreTrainedModel) -> Any:
@@ -533,7 +519,7 @@ class FusedParameters:
         """Look up the parameters of a model that the fused pass supports, and make the copies. `dtype` is that of hidden states
         between linear layers."""
         text = text_part(model)
-        family = FAMILIES[type(text)]
+        family = FAMILIES[type(text).__name__]
         blocks = [block for layer in text.layers for block in _blocks(layer, family, source, dtype)]
         norm = _norm(text.get_submodule(family.last_norm), family)
         head = FusedLinear.of(model.get_output_embeddings(), source)
@@ -665,7 +651,7 @@ class FusedForward:
         )
         self._parameters = self._read(self._packed)
         self._scales = _Scales.of(config)
-        eps: float = getattr(config, FAMILIES[type(text)].eps)
+        eps: float = getattr(config, FAMILIES[type(text).__name__].eps)
         self._rms_norm = RMSNorm(eps, (attention.head_dim, config.hidden_size), embedding.device)
         self._rotary_table = (torch.zeros(0), torch.zeros(0))
         # (rows_B, shape of the cache tensors, flat index of the first token of each row) of the last decode step
@@ -936,12 +922,11 @@ _LINEARS = (
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why the fused pass cannot run this model; None if it can."""
     text = text_part(model)
-    if type(text) not in FAMILIES:
-        return f"its text part, {type(text).__name__}, is none of {', '.join(family.__name__ for family in FAMILIES)}"
+    if (family := _family(text)) is None:
+        return f"its text part, {type(text).__name__}, is none of {', '.join(FAMILIES)}"
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None:
         return "it has no output layer"
-    family = FAMILIES[type(text)]
     for name in ("hidden_act", "mamba_hidden_act", "mlp_hidden_act"):
         needed = ("relu2",) if family.ungated and name == "mlp_hidden_act" else ("silu", "swish")
         if (activation := getattr(config, name, needed[0])) not in needed:
