@@ -204,6 +204,8 @@ def test_the_best_ones_come_first_and_the_last_ones_in_their_order(run: Path) ->
     assert titles(last=1, step=1) == ["low/0"]
     with pytest.raises(RunError, match="--worst and --last select different conversations"):
         shown(run, worst=1, last=1)
+    with pytest.raises(RunError, match="--best compares rewards, and conversations that failed"):
+        shown(run, failed=True, best=1)
     with pytest.raises(RunError, match="--tokens needs conversations to show"):
         shown(run, tokens=True)
 

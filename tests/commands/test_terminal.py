@@ -192,10 +192,10 @@ def test_a_run_whose_steps_are_done_says_so_and_how_to_go_on(done: int, evaluate
 @pytest.mark.parametrize(
     ("rewards", "best", "said"),
     [
-        ([0.9, 0.5, 0.7, 0.6], None, "highest after step 2 (0.700): checkpoint.best=reward/mean keeps"),
-        ([0.9, 0.5, 0.7, 0.6], "reward/mean", None),  # it was kept
+        ([0.1, 0.5, 0.7, 0.6], None, "highest after step 2 (0.700): checkpoint.best=reward/mean keeps"),
+        ([0.1, 0.5, 0.7, 0.6], "reward/mean", None),  # it was kept
         ([0.1, 0.5, 0.7, 0.7], None, None),  # the last is one of the best
-        ([0.9, 0.5], None, None),  # step 0 is the start model
+        ([0.9, 0.5, 0.7, 0.6], None, "highest before training (0.900)"),  # no checkpoint is better
     ],
 )
 def test_the_end_of_a_run_names_an_evaluation_that_was_better_than_the_last(

@@ -377,6 +377,10 @@ def show(
         raise RunError(f"{run.absolute()} has no evaluations, because its recipe has no held-out rows (data.eval)")
     if len(selection.counts()) > 1:
         raise RunError(f"{' and '.join(selection.counts())} select different conversations: give one of them")
+    if selection.failed and (selection.worst or selection.best):
+        raise RunError(
+            f"{selection.counts()[0]} compares rewards, and conversations that failed (--failed) have none: give --last instead"
+        )
     if selection == Selection():
         if tokens:
             raise RunError(

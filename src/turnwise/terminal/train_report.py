@@ -196,11 +196,13 @@ class TrainReport(Report):
 
 
 def _passed_best(evaluations: Lines) -> str | None:
-    """What to say of an evaluation after the first one that was better than the last; None if there is none."""
-    known = [line for line in evaluations if line["step"] and line["reward/mean"] is not None]
+    """What to say of an evaluation that was better than the last; None if there is none."""
+    known = [line for line in evaluations if line["reward/mean"] is not None]
     best = max(known, key=lambda line: line["reward/mean"], default=None)
     if best is None or best["reward/mean"] <= known[-1]["reward/mean"]:
         return None
+    if not best["step"]:
+        return f"the held-out reward was highest before training ({number(best['reward/mean'])})"
     return (
         f"the held-out reward was highest after step {best['step']} ({number(best['reward/mean'])}): "
         f"checkpoint.best=reward/mean keeps that checkpoint"
