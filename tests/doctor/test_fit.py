@@ -283,6 +283,7 @@ def test_alike_layers_count_like_all_of_them(method: str, checkpointing: bool, t
     """The pass of a model of four layers, by those of two other depths, and by all four."""
     sizes = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
     shape = tiny_model(num_hidden_layers=4, tie_word_embeddings=tied, **sizes).config
+    shape.architectures = ["LlamaForCausalLM"]  # in each config.json: a list of one entry, and not of layers
     dtype = "bfloat16" if device == "cuda" else "float32"
     source = model_source(
         config(model={"device": device, "dtype": dtype, "gradient_checkpointing": checkpointing, **_METHODS[method]})
@@ -293,6 +294,7 @@ def test_alike_layers_count_like_all_of_them(method: str, checkpointing: bool, t
     )
     model = empty_model(source, shape)
     assert len(set(memory._kinds_of_layers(model, shape))) == 1
+    assert memory._by_kinds(memory._facts_of(source, shape), options, shape, large=True) is not None
     activations, peak = memory._traced_bytes(model, options, large=True)
     trace = memory._trace(options, shape)
     assert trace.activations == pytest.approx(activations, rel=0.001)

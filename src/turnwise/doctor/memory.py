@@ -260,15 +260,15 @@ def _by_kinds(facts: _Facts, options: PassOptions, model_config: Any, *, large: 
     return activations, peak
 
 
-def _kinds_of_layers(model: Any, model_config: Any) -> tuple[Hashable, ...]:
-    """The kind of each layer: the shapes of its parameters, and what the configuration says of it. Empty if layers use what
-    others have computed."""
+def _kinds_of_layers(model: Any, model_config: Any, names: Iterable[str] | None = None) -> tuple[Hashable, ...]:
+    """The kind of each layer: the shapes of its parameters, and what the configuration says of it, in the options of these names
+    (default: all lists of that length). Empty if layers use what others have computed."""
     text = model_config.get_text_config()
     layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
     if len(layers) != getattr(text, "num_hidden_layers", None) or getattr(text, "num_kv_shared_layers", 0):
         return ()
     shapes = [tuple((name, tuple(value.shape)) for name, value in layer.named_parameters()) for layer in layers]
-    lists = _of_each_layer(text, len(layers)).values()
+    lists = [getattr(text, name) for name in (_of_each_layer(text, len(layers)) if names is None else names)]
     return tuple(zip(shapes, *([repr(value) for value in values] for values in lists), strict=True))
 
 
@@ -282,13 +282,15 @@ def _of_layers(source: ModelSource, model_config: Any, kinds: Sequence[Hashable]
     changed = copy.deepcopy(model_config)
     text = changed.get_text_config()
     before, text.num_hidden_layers = text.num_hidden_layers, len(numbers)
-    for name, values in _of_each_layer(text, before).items():
+    lists = _of_each_layer(text, before)
+    for name, values in lists.items():
         setattr(text, name, [values[number] for number in numbers])
     try:
         model = empty_model(source, changed)
     except (ValueError, IndexError):  # the configuration wants another number of layers
         return None
-    return model if _kinds_of_layers(model, changed) == tuple(kinds[number] for number in numbers) else None
+    # of one layer, a list of length 1 need not be of layers
+    return model if _kinds_of_layers(model, changed, lists) == tuple(kinds[number] for number in numbers) else None
 
 
 def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int, int]:
