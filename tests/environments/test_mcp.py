@@ -23,7 +23,7 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from turnwise import assembly
 from turnwise.config.recipe import checked
-from turnwise.environments.mcp import McpServer, McpServers, _own_words, _Sessions, _without_titles
+from turnwise.environments.mcp import McpServer, McpServers, _end_of, _own_words, _Sessions, _without_titles
 from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
@@ -547,6 +547,30 @@ def test_a_server_that_does_not_say_why_a_tool_failed_is_named_once_with_the_end
         "the MCP server 'pump' does not say why crash failed, and so the model is not told; its stderr ends with: "
         "ValueError: the pump is dry. Raise ToolError in the server"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("", ""),
+        ("Starting\n  ready\n", "Starting\nready"),
+        ("Traceback:\n  File x\nValueError: dry\n", "Traceback:\nFile x\nValueError: dry"),  # the reason is at the end
+        ("x" * 600, "x" * 500),
+        (
+            "ERROR Tool 'look' raised\n  ╭─ Traceback ─╮\n  │ raise ValueError(city) │\n  ╰────╯\n  ValueError: no station in\n"
+            "  Paris, but in Rome   \n        \n  The above exception was the direct\n  cause of the following exception:\n\n"
+            "  ╭─ Traceback ─╮\n  │ raise │\n  ╰────╯\n  UnexpectedToolError: Error executing\n  tool look\n",
+            "ValueError: no station in Paris, but in Rome",
+        ),
+        (
+            "KeyError: 'old'\n\nTraceback\na.B1Error: one\n\nDuring handling of the above exception, another occurred:\n\n"
+            "Traceback\nOSError\n\nThe above exception was the direct cause of the following exception:\n\nRuntimeError: last\n",
+            "a.B1Error: one",  # not that of an earlier call
+        ),
+    ],
+)
+def test_of_exceptions_that_caused_each_other_a_server_is_quoted_with_the_first(written: str, said: str) -> None:
+    assert _end_of(written) == said
 
 
 FLOODS = """

@@ -18,6 +18,7 @@ import asyncio
 import base64
 import codecs
 import io
+import itertools
 import json
 import logging
 import os
@@ -58,7 +59,11 @@ _LOUD = {
 _log = logging.getLogger(__name__)
 _CLOSING_SECONDS = 10.0  # the SDK waits 2 s for a server to exit, 2 s after SIGTERM, and then kills it
 _PAGES = 100  # maximum pages of one tool listing, so that a listing always ends
-_TAIL = 500  # characters kept from the end of a server's stderr
+_TAIL = 500  # characters told of the end of a server's stderr
+_KEPT = 20_000  # characters kept of it: a traceback in frames, as `rich` prints it, has 12,000
+_FRAME = ("│", "╭", "╰")  # how the lines of such a traceback begin
+_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?:: |$)")
+_CHAINED = ("The above exception was", "During handling of the above")
 
 
 class McpServer(BaseModel):
@@ -509,15 +514,33 @@ class _Tail:
             self._write.close()
 
     def text(self) -> str:
-        """The last characters of the stderr (at most `_TAIL`), stripped."""
+        """What the end of the stderr says (at most `_TAIL` characters): of exceptions that caused each other, the first."""
         if self._reader is not None:
             self._reader.join(timeout=0.1)  # if the server has exited, this is enough time to read the rest
-        return self._kept.strip()
+        return _end_of(self._kept)
 
     def _follow(self, read: int) -> None:
         with os.fdopen(read, "rb", buffering=0) as stream:
             while chunk := stream.read(4096):
-                self._kept = (self._kept + chunk.decode("utf-8", errors="replace"))[-_TAIL:]
+                self._kept = (self._kept + chunk.decode("utf-8", errors="replace"))[-_KEPT:]
+
+
+def _end_of(written: str) -> str:
+    """The end of what a server has written, without frames of tracebacks. Of exceptions that caused each other, the message of
+    the first: those after it say that a tool failed.
+
+    >>> _end_of("ValueError: no station\\n\\nThe above exception was the direct\\ncause of this one:\\n\\nToolError: temperature")
+    'ValueError: no station'
+    """
+    lines = [line for line in map(str.strip, written.splitlines()) if not line.startswith(_FRAME)]
+    starts = [number for number, line in enumerate(lines) if _RAISED.match(line)]
+    last = len(starts) - 1
+    while last > 0 and any(line.startswith(_CHAINED) for line in lines[starts[last - 1] : starts[last]]):
+        last -= 1
+    if last == len(starts) - 1:
+        return "\n".join(lines).strip()[-_TAIL:]
+    message = itertools.takewhile(bool, lines[starts[last] :])  # to an empty line
+    return " ".join(message)[:_TAIL]
 
 
 def _root(failed: Failed) -> str:

@@ -30,6 +30,7 @@ from turnwise.options.section import (
 # credit
 
 Discount = Annotated[float, Field(gt=0, le=1)]
+TurnDiscount = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0)]
 Scale = Annotated[
@@ -198,8 +199,8 @@ class TurnReturn(ScaledSection):
 
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["turn_return"] = "turn_return"
-    gamma: Discount = 1.0
-    """Discount per turn. 1: none."""
+    gamma: TurnDiscount = 1.0
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
 
 
 class Shared(CreditSection):
@@ -232,8 +233,8 @@ class Kevin(ScaledSection):
 
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["kevin"] = "kevin"
-    gamma: Discount = 0.4
-    """Discount per turn. 1: none."""
+    gamma: TurnDiscount = 0.4
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
 
 
 class Gigpo(CreditSection):
@@ -243,7 +244,7 @@ class Gigpo(CreditSection):
     name: Literal["gigpo"] = "gigpo"
     omega: Factor = 1.0
     """Weight of the comparison of turns in the same state."""
-    gamma: Discount = 0.95
+    gamma: TurnDiscount = 0.95
     """Discount per turn in the returns that are compared. 1: none."""
     scale: GroupScale = "none"
     state_key: NonEmpty | None = None
@@ -265,8 +266,8 @@ class Igpo(CreditSection):
 
     needs_turn_rewards: ClassVar[bool] = True
     name: Literal["igpo"] = "igpo"
-    gamma: Discount = 1.0
-    """Discount per turn. 1: none."""
+    gamma: TurnDiscount = 1.0
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
     normalise: Literal["separate", "joint"] = "separate"
     """Rewards of last turns and of all others are normalised in the group `separate` or `joint`."""
     scale: GroupScale = "std"
@@ -306,8 +307,8 @@ class TurnGae(CreditSection):
 
     needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["turn_gae"] = "turn_gae"
-    gamma: Discount = 0.99
-    """Discount per turn. 1: none."""
+    gamma: TurnDiscount = 0.99
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
     lam: Share = 0.9
     """Lambda of GAE. 1: the critic is only a baseline. 0: one turn's reward plus the critic's next value."""
     whiten: Whiten = True
@@ -318,8 +319,8 @@ class CriticCredit(CreditSection):
 
     needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["critic"] = "critic"
-    gamma: Discount = 1.0
-    """Discount per turn. 1: none."""
+    gamma: TurnDiscount = 1.0
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
     whiten: Whiten = True
 
 
@@ -332,8 +333,8 @@ class BilevelGae(CreditSection):
     """Discount per sampled token within a turn. 1: none."""
     lam: Share = 0.95
     """Lambda of GAE, for turns and tokens."""
-    turn_gamma: Discount = 0.95
-    """Discount per turn. 1: none."""
+    turn_gamma: TurnDiscount = 0.95
+    """Discount per turn. 1: none. 0: a turn has its own reward only."""
     whiten: Whiten = True
 
 

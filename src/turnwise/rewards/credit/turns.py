@@ -75,10 +75,12 @@ def turn_return(batch: EpisodeGroups, options: TurnReturn = TurnReturn()) -> Adv
     Paper: policy gradients with reward to go (Sutton and others, 1999), with the leave-one-out baseline of arXiv 2402.14740.
 
     Example: returns (3, 2) and (1,). The first turns are compared with each other. The second turn of the first conversation is
-    compared with the last turn of the other: 2 - 1.
+    compared with the last turn of the other: 2 - 1. With gamma 0, the first turns have 1 and 1.
 
     >>> rounded(turn_return([[Episode([1.0, 2.0]), Episode([1.0])]], TurnReturn(scale="none")))
     [[[2.0, 1.0], [-2.0]]]
+    >>> rounded(turn_return([[Episode([1.0, 2.0]), Episode([1.0])]], TurnReturn(gamma=0, scale="none")))
+    [[[0.0, 1.0], [0.0]]]
     """
     returns = [[return_to_go(episode.received, options.gamma) for episode in group] for group in batch]
     return _scaled(batch, returns, _minus_others(batch, returns), options.scale)
