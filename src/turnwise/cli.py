@@ -87,7 +87,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "play": (
         ("turnwise play recipes/calculator.yaml", "take the turns of the model yourself"),
-        ("turnwise play recipes/calculator.yaml --row 3 --tokens", "on the fourth row, with every token"),
+        ("turnwise play recipes/calculator.yaml --row 4 --tokens", "on the fourth row, with every token"),
     ),
     "replay": (("turnwise replay runs/demo --all", "run environment and rewards again; print what differs"),),
     "envs": (

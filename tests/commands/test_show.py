@@ -34,6 +34,7 @@ from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
 from turnwise.rewards.functions import TrajectoryReward, plan_call
 from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.context import Limits
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
 from turnwise.terminal.tables import evaluations_table, number, sparkline
@@ -200,6 +201,8 @@ def test_the_best_ones_come_first_and_the_last_ones_in_their_order(run: Path) ->
         return [line.split()[1] for line in shown(run, **options).splitlines() if line.startswith("╭─")]
 
     assert titles(best=2) == ["sum/0", "middle/0"]
+    assert titles(best=2, worst=1)[:2] == ["sum/0", "middle/0"]
+    assert titles(best=2, worst=1)[2:] == titles(worst=1)
     assert titles(last=3) == ["low/0", "broken/0", "middle/0"]
     assert titles(last=1, step=1) == ["low/0"]
     with pytest.raises(RunError, match="--worst and --last select different conversations"):
@@ -321,6 +324,17 @@ def test_errors_of_tools_are_counted_by_tool_and_message(run: Path) -> None:
         "  1 x sub, unknown_tool: there is no tool 'sub' (the tools are: add) (latest in step 3)",
         f"  the latest of the first: turnwise show {run} --id wrong/0",
     ]
+
+
+def test_messages_that_are_not_printed_are_counted(run: Path) -> None:
+    calls = [call(f"tool_{letter}", "{}") for letter in "abcdefgg"]
+    one = hold(Says(*calls, "2"), lambda: Tools([add]), row=a_row(id="wrong"), limits=Limits(turns=20))
+    write_trajectories(run / "trajectories.jsonl", [scored(one, 0.0)], step=3)
+    lines = shown(run).splitlines()
+    start = lines.index("8 of 9 calls of tools failed: 2 of 2 of tool_g, 1 of 1 of tool_a, 1 of 1 of tool_b, 1 of 1 of "
+        "tool_c, 1 of 1 of tool_d, and of 2 others")  # fmt: skip
+    assert lines[start + 1].startswith("  2 x tool_g, unknown_tool: there is no tool")
+    assert lines[start + 6] == "  2 x 2 other messages"
 
 
 def test_messages_of_a_group_that_differ_are_not_given_as_one(run: Path) -> None:
@@ -779,7 +793,7 @@ def test_a_run_that_failed_in_its_first_step_says_why(runs: Path, capsys: pytest
     one = printed(capsys, run)
     assert one.startswith(f"{run}: failed after step 0 of 5, ")
     assert "\n  no space left\n  warning in step 1: kl: too far. Lower train.lr\n" in one
-    assert "  train.steps  5  (default null)\nno conversations are recorded\n" in one
+    assert "  train.steps  5  (default: null)\nno conversations are recorded\n" in one
     assert f"{run}: failed: no space left\n" in printed(capsys, runs)
     assert main(["show", str(run), "--last", "1"]) == 1
     assert "has no conversations: it ended before its first step" in capsys.readouterr().err
@@ -884,8 +898,8 @@ def test_a_run_says_first_how_it_ended_what_it_warned_of_and_what_was_changed(
     ]
     assert lines[3].split()[0] == "model.path"
     assert [line.split() for line in lines[5:7]] == [
-        ["train.steps", "5", "(default", "null)"],
-        ["train.lr", "0.0001", "(default", "1e-06)"],
+        ["train.steps", "5", "(default:", "null)"],
+        ["train.lr", "0.0001", "(default:", "1e-06)"],
     ]
     assert any(
         line.startswith("held-out reward 0.000 [0.000, 0.000]* → 1.000 [1.000, 1.000]* (steps 0 and 4)")

@@ -559,9 +559,9 @@ def test_a_person_sees_what_the_model_would_see_and_rewards_with_their_parts(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = '/call calculator expression="7*7"\nlet me guess 5\n"""\nIt is\n49\n"""\n'
-    assert play(place, monkeypatch, typed, "--row", "1") == 0
+    assert play(place, monkeypatch, typed, "--row", "2") == 0
     shown = capsys.readouterr().out
-    assert "row 1 of data.train (counted from 0; its id is 2); /help lists the commands" in shown
+    assert "row 2 of data.train; /help lists the commands" in shown
     assert "  | What is 7*7?<|im_end|>" in shown
     assert 'parsed call call_0: calculator({"expression": "7*7"})' in shown
     assert "<tool_response>\n  | 49\n  | </tool_response><|im_end|>" in shown
@@ -669,8 +669,8 @@ def test_a_broken_environment_is_shown_with_its_line_and_status_1(
 def test_rows_and_engines_that_cannot_be_played_are_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert play(place, monkeypatch, "", "--row", "2") == 1
-    assert "--row 2: the data has 2 rows, with the numbers 0 to 1" in capsys.readouterr().err
+    assert play(place, monkeypatch, "", "--row", "3") == 1
+    assert "--row 3: no row of data.train has this id; the ids of its 2 rows are 1, 2" in capsys.readouterr().err
     assert play(place, monkeypatch, "", "engine={name: openai, url: 'http://localhost:1/v1'}") == 1
     assert "an endpoint renders the prompt itself" in capsys.readouterr().err
 

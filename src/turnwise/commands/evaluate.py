@@ -24,7 +24,6 @@ from turnwise.commands.command import (
     damage_notes,
     load_recipe,
     print_lines,
-    step_number,
 )
 from turnwise.errors import ConfigError, counted
 from turnwise.local_paths import as_given
@@ -157,8 +156,10 @@ def register_play(parser: argparse.ArgumentParser) -> None:
     )
     add_recipe(parser)
     parser.add_argument(
-        "--row", type=step_number, default=0, metavar="N", help="the number of the row, from 0, which is the default"
-    )
+        "--row", metavar="ID",
+        help="the id of the row, as `turnwise show --row` takes it: without a column of ids, its number from 1; default: the "
+        "first row",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens", action="store_true", help="show prompts as tokens, one on each line, instead of text"
     )

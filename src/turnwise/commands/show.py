@@ -138,7 +138,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--row", metavar="ID",
-        help="the conversations on the row with this id in all steps, one line each: step, sample, reward, last answer; with "
+        help="the conversations on the row with this id (without a column of ids: its number from 1) in all steps, one line "
+        "each: step, sample, reward, last answer; with "
         "--step, --worst, ..., these conversations in full",
     )  # fmt: skip
     for name, which in (("--worst", "lowest"), ("--best", "highest")):
@@ -303,7 +304,7 @@ class Selection:
     failed: bool = False
     """Conversations that ended with an error."""
     worst: int = 0
-    """Of the selected conversations, this many with the lowest reward. Only one of `worst`, `best` and `last` may be set."""
+    """Of the selected conversations, this many with the lowest reward. `worst` and `best` may both be set."""
     best: int = 0
     """Of the selected conversations, this many with the highest reward."""
     last: int = 0
@@ -335,8 +336,9 @@ class Selection:
             scored = [(trajectory.reward, trajectory) for trajectory in matching if trajectory.reward is not None]
             # of equal rewards the latest first: it says what still goes wrong
             scored.reverse()
-            scored.sort(key=lambda pair: pair[0], reverse=bool(self.best))
-            return [trajectory for _, trajectory in scored[: self.worst or self.best]]
+            best = sorted(scored, key=lambda pair: pair[0], reverse=True)[: self.best]
+            worst = sorted(scored, key=lambda pair: pair[0])[: self.worst]
+            return [trajectory for _, trajectory in (*best, *worst)]
         return matching[-self.last :] if self.last else matching
 
     def _candidates(self, file: Path, damaged: list[str]) -> Iterable[Trajectory]:
@@ -375,7 +377,7 @@ def show(
         )
     if evaluation and not path.is_file():
         raise RunError(f"{run.absolute()} has no evaluations, because its recipe has no held-out rows (data.eval)")
-    if len(selection.counts()) > 1:
+    if selection.last and len(selection.counts()) > 1:
         raise RunError(f"{' and '.join(selection.counts())} select different conversations: give one of them")
     if selection.failed and (selection.worst or selection.best):
         raise RunError(
@@ -632,8 +634,9 @@ def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
     for note in damage_notes(damaged):
         yield Text(f"  {note}", style="yellow")
     held_out = "" if path.name.startswith("trajectories") else " --eval"
-    for group in failed.ranked()[:_MOST_GROUPS]:
-        yield Text(f"  {_failure(group, group.kind)}", style="red")
+    groups = failed.ranked()
+    yield from (Text(f"  {_failure(group, group.kind)}", style="red") for group in groups[:_MOST_GROUPS])
+    yield from _others(groups[_MOST_GROUPS:], style="red")
     if latest:
         yield Text("  failed conversations are in no mean, and are not trained on", style="dim")
         yield Text(f"  the latest failure: turnwise show {run}{held_out} --id {latest}", style="dim")
@@ -657,11 +660,18 @@ def _tool_errors(use: ToolCallCounts, show: str) -> Iterator[Text]:
     yield Text(f"{use.failed} of {use.calls} calls of tools failed: {', '.join([*counts, *more])}")
     for name, group in (groups := use.ranked())[:_MOST_GROUPS]:
         yield Text(f"  {_failure(group, f'{_shown_tool(name)}, {group.kind}')}", style="yellow")
+    yield from _others([group for _, group in groups[_MOST_GROUPS:]], style="yellow")
     yield Text(f"  the latest of the first: {show} --id {groups[0][1].id}", style="dim")
 
 
+def _others(groups: Sequence[FailureGroup], *, style: str) -> Iterator[Text]:
+    """How many failures have none of the messages before."""
+    if groups:
+        yield Text(f"  {sum(group.count for group in groups)} x {counted(len(groups), 'other message')}", style=style)
+
+
 def _shown_tool(name: str) -> str:
-    return name or "no name"
+    return name or "no tool"
 
 
 def _failure(group: FailureGroup, what: str) -> str:

@@ -444,8 +444,13 @@ def sft_row(trajectory: Trajectory) -> dict[str, Any]:
 Score = Callable[[Trajectory], Awaitable[Sequence[Trajectory]]]
 
 
-async def play(config: Config, number: int, console: Console, lines: Lines, *, tokens: bool = False) -> bool:
-    """Let a person play on row `number` (from 0) of `data.train`. Returns whether the last conversation failed.
+_NAMED = 5
+"""Ids of rows in a message."""
+
+
+async def play(config: Config, row_id: str | None, console: Console, lines: Lines, *, tokens: bool = False) -> bool:
+    """Let a person play on the row of `data.train` with this id, or on the first one. Returns whether the last conversation
+    failed.
 
     Raises TurnwiseError.
     """
@@ -459,14 +464,12 @@ async def play(config: Config, number: int, console: Console, lines: Lines, *, t
     config = config.model_copy(update={"deterministic": False})  # one conversation, at the person's pace
     conversations = prepare(config, assembly.sampling(config))
     assert conversations.renderer is not None
-    row, notes = _row(conversations, number)
+    row, notes = _row(conversations, row_id)
     renderer = conversations.renderer.for_arguments(row.chat_template_kwargs)
     model = _Model(config, conversations.renderer, lambda text: player.say(text, style=_STYLE))
     player = Player(console, lines, renderer, model, tokens=tokens)
     player.say(*conversations.notes, *notes, style=_STYLE)
-    player.say(
-        f"row {number} of data.train (counted from 0; its id is {row.id}); /help lists the commands", style=_STYLE
-    )
+    player.say(f"row {row.id} of data.train; /help lists the commands", style=_STYLE)
     engine = AskingEngine(
         player.answer,
         encode=renderer.encode,
@@ -490,13 +493,16 @@ async def play(config: Config, number: int, console: Console, lines: Lines, *, t
                 return group.trajectories[0].failed
 
 
-def _row(conversations: SamplingRun, number: int) -> tuple[Row, list[str]]:
-    """A row, and notes on it. Raises DataError if there is none, or if its prompt is too long."""
-    rows = assembly.rows(conversations.config, limit=number + 1)
-    if number >= len(rows):
-        raise DataError(f"--row {number}: the data has {len(rows)} rows, with the numbers 0 to {len(rows) - 1}")
-    kept, notes = conversations.keep_rows([rows[number]])
+def _row(conversations: SamplingRun, row_id: str | None) -> tuple[Row, list[str]]:
+    """The row with this id, or the first one, and notes on it. Raises DataError if there is none, or if its prompt is too
+    long."""
+    rows = assembly.rows(conversations.config, limit=1 if row_id is None else None)
+    found = [row for row in rows if row_id in (None, row.id)]
+    if not found:
+        ids = ", ".join(row.id for row in rows[:_NAMED]) + (", ..." if len(rows) > _NAMED else "")
+        raise DataError(f"--row {row_id}: no row of data.train has this id; the ids of its {len(rows)} rows are {ids}")
+    kept, notes = conversations.keep_rows(found)
     if not kept:
-        raise DataError(f"--row {number}: {' '.join(notes)}")
+        raise DataError(f"--row {found[0].id}: {' '.join(notes)}")
     (row,) = conversations.process(kept)
     return row, notes

@@ -73,7 +73,7 @@ def option_lines(run: RunSummary) -> Iterator[Text]:
     width = max(map(len, changed), default=0)
     for name, (value, default) in changed.items():
         yield Text(f"  {name:<{width}}  {option_text(value)}").append(
-            f"  (default {option_text(default)})", style="dim"
+            f"  (default: {option_text(default)})", style="dim"
         )
     for change in run.changes:
         before, now = option_text(change["from"]), option_text(change["to"])
