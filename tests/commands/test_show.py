@@ -902,7 +902,7 @@ def test_a_run_says_first_how_it_ended_what_it_warned_of_and_what_was_changed(
         ["train.lr", "0.0001", "(default:", "1e-06)"],
     ]
     assert any(
-        line.startswith("held-out reward 0.000 [0.000, 0.000]* → 1.000 [1.000, 1.000]* (steps 0 and 4)")
+        line.startswith("held-out reward 0.000 [0.000, 0.861]* → 1.000 [0.139, 1.000]* (steps 0 and 4)")
         for line in lines
     )
     assert f"evaluated by turnwise eval: turnwise show {tmp_path / 'demo-eval'}" in lines

@@ -32,6 +32,7 @@ from turnwise.record.evaluation import (
     pass_all_k,
     pass_at_k,
     rate_estimate,
+    reward_estimate,
     sign_flip_p,
     t_cdf,
     t_quantile,
@@ -344,6 +345,12 @@ def test_intervals_of_rates_stay_between_0_and_1() -> None:
     assert rate_estimate([1.0], samples=1).low is None
     many = [1.0, 0.0] * 400
     assert (rate_estimate(many, samples=1).low, estimate(many).low) == pytest.approx((0.4655, 0.4653), abs=4e-4)
+
+
+def test_rewards_of_0_and_1_have_the_interval_of_a_rate() -> None:
+    assert reward_estimate([[0.0, 1.0], [1.0, 1.0]]) == rate_estimate([0.5, 1.0], samples=2)
+    assert reward_estimate([[0.0, 0.5], [1.0, 1.0]]) == estimate([0.25, 1.0])
+    assert reward_estimate([]).mean is None
 
 
 @pytest.mark.parametrize("p", [0.02, 0.2, 0.5, 0.9])

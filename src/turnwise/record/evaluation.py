@@ -92,6 +92,15 @@ def rate_estimate(shares: Sequence[float], *, samples: int) -> Estimate:
     return Estimate(mean=p, low=max(0.0, min(p, middle - half)), high=min(1.0, max(p, middle + half)), rows=rows)
 
 
+def reward_estimate(by_row: Sequence[Sequence[float]]) -> Estimate:
+    """The mean reward over rows, of the rewards of each row's conversations: with the interval of a share where all rewards are 0
+    or 1, which stays in [0, 1], and else the t interval."""
+    means = [fmean(rewards) for rewards in by_row]
+    if all(reward in (0.0, 1.0) for rewards in by_row for reward in rewards):
+        return rate_estimate(means, samples=max(map(len, by_row), default=1))
+    return estimate(means)
+
+
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """The probability that at least one of k samples passes: `1 - C(n - passed, k) / C(n, k)`.
 
@@ -358,7 +367,7 @@ def summarize(
         single_turn=single_turn,
         conversations=len(every),
         failed=sum(trajectory.failed for trajectory in every),
-        reward=_clustered(finished, _reward),
+        reward=_rewards(finished),
         pass_rate=_share(finished, passes),
         pass_at={k: rate_estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], samples=1) for k in ks},
         pass_all={k: rate_estimate([pass_all_k(n, c, k) for n, c in counts if n >= k], samples=1) for k in ks},
@@ -424,8 +433,8 @@ def _by_row(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], fl
     return values
 
 
-def _clustered(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> Estimate:
-    return estimate([fmean(values) for values in _by_row(trajectories, value).values()])
+def _rewards(trajectories: Sequence[Trajectory]) -> Estimate:
+    return reward_estimate(list(_by_row(trajectories, _reward).values()))
 
 
 def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> Estimate:
@@ -437,7 +446,7 @@ def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], flo
 def _part(trajectories: Sequence[Trajectory], passes: Callable[[Trajectory], float]) -> ResultPart:
     return ResultPart(
         conversations=len(trajectories),
-        reward=_clustered(trajectories, _reward),
+        reward=_rewards(trajectories),
         pass_rate=_share(trajectories, passes),
     )
 

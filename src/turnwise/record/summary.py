@@ -435,7 +435,7 @@ def held_out_change(path: Path) -> HeldOutChange | None:
 
     None if there are not two evaluations, or no rewards. Raises RunError if the file of their conversations cannot be read.
     """
-    from turnwise.record.evaluation import estimate, paired_test  # loads pydantic
+    from turnwise.record.evaluation import paired_test, reward_estimate  # loads pydantic
 
     file = existing_file(path / "eval_trajectories.jsonl")
     lines = [line for line in read_lines(path / "evaluations.jsonl", damaged=[]) if type(line.get("step")) is int]
@@ -444,14 +444,14 @@ def held_out_change(path: Path) -> HeldOutChange | None:
     if len(set(steps)) < 2 or not file.is_file():
         return None
     recorded = RecordedTrajectories(file, damaged=[])
-    means: list[dict[str, float]] = []
+    evaluated: list[dict[str, list[float]]] = []
     for step in (steps[0], steps[-1]):
         rewards: dict[str, list[float]] = {}
         for trajectory in recorded.of_step(step):
             if trajectory.reward is not None and trajectory.error is None and not trajectory.episode:
                 rewards.setdefault(trajectory.row.id, []).append(trajectory.reward)
-        means.append({row: fmean(values) for row, values in rewards.items()})
-    first, last = means
+        evaluated.append(rewards)
+    first, last = evaluated
     rows = [row for row in first if row in last]
     if not rows:
         return None
@@ -459,9 +459,9 @@ def held_out_change(path: Path) -> HeldOutChange | None:
     return HeldOutChange(
         first_step=steps[0],
         last_step=steps[-1],
-        before=estimate(before),
-        after=estimate(after),
-        test=paired_test(after, before),
+        before=reward_estimate(before),
+        after=reward_estimate(after),
+        test=paired_test([fmean(rewards) for rewards in after], [fmean(rewards) for rewards in before]),
     )
 
 

@@ -249,6 +249,8 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
         (directory.config, "the recipe as it was run"),
         (checkpoint, kind),
     ]
+    if (best := directory.path / "best").is_dir():
+        files.append((best, "the checkpoint with the best evaluation (checkpoint.best)"))
     files = [(directory.shown / file.relative_to(directory.path), description) for file, description in files]
     width = max(len(str(file)) for file, _ in files)
     return Text("\n".join(f"{file!s:<{width}}  {description}" for file, description in files))
