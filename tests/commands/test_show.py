@@ -681,6 +681,19 @@ def test_a_part_of_one_environment_is_averaged_over_the_rows_of_its_data_set() -
     assert conversation_metrics(one_file)["rewards/right/mean"] == 0.375  # nothing says that there are two environments
 
 
+def test_several_metrics_of_a_run_are_columns_of_one_table(run: Path) -> None:
+    console = Console(width=160, no_color=True)
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.25, "mine": null}\n{"step": 10, "reward/mean": 0.5}\n'
+    )
+    with console.capture() as captured:
+        show_metrics(console, run, ["reward/mean", "mine"])
+    meaning, curve, *table = captured.get().splitlines()
+    assert meaning.startswith("reward/mean: ")
+    assert curve.endswith("0.25 → 0.50")
+    assert table == ["  step  reward/mean    mine", "     1         0.25    null", "    10          0.5    null"]
+
+
 def test_metrics_that_are_not_there_are_named_after_those_that_are(run: Path) -> None:
     console = Console(width=160, no_color=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "rewards/long/mean": 1.0}\n')

@@ -522,8 +522,8 @@ def _show_evaluation(console: Console, run: Path, models: Sequence[Path], select
 def show_metrics(
     console: Console, run: Path, names: Sequence[str], *, evaluation: bool = False, form: str = "text"
 ) -> None:
-    """Print of each metric its meaning, its curve, and its value in every step; in the form `json` or `csv` a row for each step.
-    `evaluation` reads evaluations.jsonl instead.
+    """Print of each metric its meaning and its curve, and a table of the steps with their values; in the form `json` or `csv`
+    a row for each step. `evaluation` reads evaluations.jsonl instead.
 
     Raises RunError if there are no metrics; or, when all others are printed, none of a name: the error says what the metric is
     called here.
@@ -540,23 +540,29 @@ def show_metrics(
         columns = dict.fromkeys(("step", *present))
         _print_records(console, [{name: line.get(name) for name in columns} for line in lines], form)
     elif present:
-        for name in present:
-            _show_metric(console, lines, name)
+        _show_metrics(console, lines, present)
     if missing := [
         f"{name} is not a metric in {path}{metric_hint(name, known)}" for name in names if name not in known
     ]:
         raise RunError(f"{'. '.join(missing)}. The metrics are: {', '.join(known)}")
 
 
-def _show_metric(console: Console, lines: Sequence[Mapping[str, Any]], name: str) -> None:
-    metric = metric_of(name)
-    if metric is not None:
-        console.print(f"{name}: {metric.meaning}", highlight=False, markup=False, soft_wrap=True)
-    values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
-    if values:
-        console.print(sparkline(values), highlight=False, markup=False, soft_wrap=True)
-    for line in lines:
-        text = f"{line.get('step', '-'):>6}  {exact_number(line.get(name))}"
+def _show_metrics(console: Console, lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """The meaning and the curve of each metric, and a table of the steps with a column for each."""
+    written: list[str] = []
+    for name in names:
+        if (metric := metric_of(name)) is not None:
+            written.append(f"{name}: {metric.meaning}")
+        if values := [line[name] for line in lines if isinstance(line.get(name), int | float)]:
+            written.append(sparkline(values))
+    rows = [[str(line.get("step", "-")), *(exact_number(line.get(name)) for name in names)] for line in lines]
+    if len(names) > 1:
+        rows.insert(0, ["step", *names])
+    widths = [max(6, *map(len, column)) for column in zip(*rows, strict=True)]
+    # a single metric needs no alignment
+    widths = widths if len(names) > 1 else [6, 0]
+    written += ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    for text in written:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
