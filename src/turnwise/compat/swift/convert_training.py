@@ -375,12 +375,10 @@ def convert_batches(builder: SwiftRecipeBuilder) -> int:
         generations = builder.value("steps_per_generation") or 1
         generation = builder.value("generation_batch_size") or global_batch * generations
     builder.set("train.batch_size", max(1, generation // group))
-    builder.convert(
-        f"train.batch_size, train.minibatches ({generation} conversations a step, with {processes} processes)",
-        *_BATCH_KEYS,
-    )
     size = per_micro_step * accumulation
     minibatches = max(1, round(generation / size))
+    options = "train.batch_size" + (", train.minibatches" if minibatches > 1 else "")
+    builder.convert(f"{options} ({generation} conversations a step, with {processes} processes)", *_BATCH_KEYS)
     if generation > size and generation % size:
         builder.reject_value(
             "gradient_accumulation_steps" if global_batch is None else "global_batch_size",
