@@ -4,12 +4,17 @@ nothing 0."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from support.real_containers import busybox_folder, has_containers, real_tool
 from turnwise import assembly
 from turnwise.compat.providers import harbor_package
 from turnwise.compat.providers.harbor import Harbor, read_rewards
+from turnwise.compat.providers.harbor_containers import _WAIT
 from turnwise.compat.providers.harbor_package import HarborMachine
 from turnwise.compat.providers.harbor_sandboxes import HarborError
 from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
@@ -560,6 +566,46 @@ def of_busybox(folder: Path, test: str, *more: str) -> Path:
     )
     busybox_folder(tasks / "hello-world" / "environment", "WORKDIR /app", *more)
     return tasks
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of a user who has no others")
+@pytest.mark.parametrize("shell", [("/bin/sh",), ("busybox", "sh"), ("bash",)], ids=" ".join)
+def test_the_first_process_of_a_container_outlives_a_time_without_free_processes(shell: tuple[str, ...]) -> None:
+    if shutil.which(shell[0]) is None:
+        pytest.skip(f"{shell[0]} is not installed")
+    user = 65_000 + os.getpid() % 400
+
+    def children(process: subprocess.Popen[bytes]) -> list[str]:
+        return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+    def wait_until(holds: Callable[[], bool]) -> None:
+        latest = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < latest
+            time.sleep(0.05)
+
+    def may_have_two() -> None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+
+    with contextlib.ExitStack() as started:
+
+        def start(*words: str, **options: Any) -> subprocess.Popen[bytes]:
+            process = started.enter_context(subprocess.Popen(words, user=user, **options))
+            started.callback(process.kill)
+            return process
+
+        started.callback(subprocess.run, ["pkill", "-KILL", "-u", str(user)], check=False)
+        first = start(*shell, "-c", _WAIT, preexec_fn=may_have_two)
+        wait_until(lambda: bool(children(first)))
+        (sleep,) = children(first)
+        another = start("sleep", "600")
+        os.kill(int(sleep), signal.SIGKILL)
+        wait_until(lambda: sleep not in children(first))
+        time.sleep(0.2)  # it has tried to start another one
+        assert first.poll() is None
+        another.kill()
+        another.wait()  # until then, it counts
+        wait_until(lambda: bool(children(first)))
 
 
 _GRADE = 'if [ "$(cat /app/hello.txt)" = "Hello, world!" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'

@@ -16,8 +16,10 @@ from turnwise.environments.sandbox.jail import scratch_file
 from turnwise.environments.sandbox.machine import IN_DIRECTORY
 from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
 
-_WAIT = "while :; do sleep 3600 & wait $!; done"
-"""The first process of a container. It takes over orphans, and no process in the container can kill it."""
+_WAIT = "while :; do command eval 'sleep 3600 & wait $!'; jobs; done >/dev/null 2>&1"
+"""The first process of a container. It takes over orphans, and no process in the container can kill it. Where the model has as
+many processes as may be, it cannot start another `sleep` when `end_processes` has ended all, until it has taken over the dead
+ones (`jobs`): without `command`, a shell that cannot fork ends, and the container with it."""
 _INSIDE = f"exec 2>&1; {IN_DIRECTORY}"  # the two streams reach the client in no order
 _ANSWER_SECONDS = 20.0  # of the service, at the start of a run
 _MORE_SECONDS = 5.0  # for the client, after the command in the container was killed
