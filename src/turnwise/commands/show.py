@@ -316,6 +316,15 @@ class Selection:
             name for name, count in (("--worst", self.worst), ("--best", self.best), ("--last", self.last)) if count
         ]
 
+    def refuse_contradictions(self) -> None:
+        """Raises RunError if two of the options select different conversations."""
+        if self.last and len(self.counts()) > 1:
+            raise RunError(f"{' and '.join(self.counts())} select different conversations: give one of them")
+        if self.failed and (self.worst or self.best):
+            raise RunError(
+                f"{self.counts()[0]} compares rewards, and conversations that failed (--failed) have none: give --last instead"
+            )
+
     def numbered(self, recorded: RecordedTrajectories) -> Selection:
         """With the number of the step that `last` stands for. Raises RunError if no conversation has a step."""
         return replace(self, step=recorded.last_step()) if self.step == "last" else self
@@ -377,12 +386,7 @@ def show(
         )
     if evaluation and not path.is_file():
         raise RunError(f"{run.absolute()} has no evaluations, because its recipe has no held-out rows (data.eval)")
-    if selection.last and len(selection.counts()) > 1:
-        raise RunError(f"{' and '.join(selection.counts())} select different conversations: give one of them")
-    if selection.failed and (selection.worst or selection.best):
-        raise RunError(
-            f"{selection.counts()[0]} compares rewards, and conversations that failed (--failed) have none: give --last instead"
-        )
+    selection.refuse_contradictions()
     if selection == Selection():
         if tokens:
             raise RunError(
