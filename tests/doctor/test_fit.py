@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.qwen3 import QWEN3, save_config
 from support.tiny import tiny_model
 from turnwise.assembly import model_source
 from turnwise.cli import main
-from turnwise.config.recipe import load, with_overrides
+from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor import fit, memory, what_fits
 from turnwise.doctor.check import Check
@@ -414,8 +415,9 @@ def test_a_row_of_the_table_is_current(tmp_path: Path, monkeypatch: pytest.Monke
 def test_recipes_of_all_ways_are_valid(way: fit.Way, tmp_path: Path) -> None:
     """The recipe that `turnwise init --gpu` writes for a way, as `turnwise train` reads it."""
     numbers = config(train={"micro_batch_tokens": 4096}, engine={"name": "local", "memory_gb": 4.8})
-    plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8, beside=6.2)
-    write_project(tmp_path / "new", model="m", changes=fit.starter_lines(plan, 4096, 24.0))
+    plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8)
+    found = fit.Starter(plan, 4096, 8.0, fit.Beside(6.2, 3840))
+    write_project(tmp_path / "new", model="m", changes=starter_lines(found, 24.0))
     recipe, notes = load(tmp_path / "new" / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     assert notes == []
@@ -671,7 +673,7 @@ def test_a_recipe_of_init_has_no_longer_context_than_the_model(tmp_path: Path, m
     found = starter(path, read_model_config(path), 24.0)
     assert found.context == 1500
     assert found.plan is not None
-    lines = starter_lines(found.plan, found.context, 24.0)
+    lines = starter_lines(found, 24.0)
     assert "context: 1500 " in lines["  tokens_per_turn: 64"]
     assert any(" million parameters" in line for line in lines.values())
     write_project(tmp_path / "new", model=path, changes=lines)
@@ -684,12 +686,12 @@ def test_a_recipe_of_init_has_no_longer_context_than_the_model(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
-    """Also with the line of its comment on vLLM, and with the numbers that init and the doctor print."""
+    """With the numbers that init and the doctor print."""
     path = str(save_config(tmp_path / "model", "1.7B"))
     found = starter(path, read_model_config(path), 24.0)
     assert found.plan is not None
     printed = starter_check(found.plan, found.context, read_model_config(path), 24.0)
-    write_project(tmp_path / "new", model=path, changes=starter_lines(found.plan, found.context, 24.0))
+    write_project(tmp_path / "new", model=path, changes=starter_lines(found, 24.0))
     file = tmp_path / "new" / "recipe.yaml"
     config, _ = load(file, ["model.device=cuda"])
     for gib in (24.0, 16.0, 12.0, 8.0):
@@ -701,13 +703,49 @@ def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
             assert "# the most with which an update fits into 92% of 24 GiB\n" in file.read_text()
         if gib < 24:
             assert fit_check(applied(config, check), path, section="train", memory_gb=gib).status == "ok", check
-    (comment,) = [line for line in file.read_text().splitlines() if line.startswith("# engine: {name: vllm")]
-    engine = yaml.safe_load(comment.removeprefix("# ").partition(" #")[0])["engine"]
-    tree = yaml.safe_load(file.read_text()) | {"engine": engine}
-    beside, _ = with_overrides(tree, ["model.device=cuda"], source=str(file))
-    check = fit_check(beside, path, section="train", memory_gb=24.0)
-    assert check.status == "note", check  # the update alone takes 92 %, and a sleeping server is beside it
-    assert fit_check(applied(beside, check), path, section="train", memory_gb=24.0).status == "ok", check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "gib", "fewer"),
+    [
+        ("0.6B", 16.0, True),
+        ("0.6B", 48.0, False),
+        ("1.7B", 16.0, False),
+        ("1.7B", 24.0, True),
+        ("1.7B", 80.0, True),
+        ("4B", 16.0, None),
+    ],
+)
+def test_what_a_recipe_of_init_says_of_vllm_fits_into_it(
+    size: str, gib: float, fewer: bool | None, tmp_path: Path
+) -> None:
+    """The lines that it has in comments (`fewer`: also a smaller micro-batch; None: no room), in place of its own."""
+    path = str(save_config(tmp_path / "model", size))
+    found = starter(path, read_model_config(path), gib)
+    write_project(tmp_path / "new", model=path, changes=starter_lines(found, gib))
+    file = tmp_path / "new" / "recipe.yaml"
+    others = [line for line in file.read_text().splitlines() if re.match(" *# .* # instead", line)]
+    assert [re.findall(r"micro_batch_tokens: |name: vllm, ", line)[0] for line in others] == (
+        [] if fewer is None else ["micro_batch_tokens: "] * fewer + ["name: vllm, "]
+    )
+    if not others:
+        assert "{name: vllm} does not fit on the same GPU" in file.read_text()
+        return
+    for line in others:
+        option = line.replace("# ", "", 1)
+        own = re.compile(rf"^{option.partition(':')[0]}:.*$", re.MULTILINE)
+        text, count = own.subn(option.replace("\\", r"\\"), file.read_text())
+        assert count == 1
+        file.write_text(text)
+    beside, notes = load(file, ["model.device=cuda"])
+    refuse_without_effect(beside)
+    assert notes == []
+    check = fit_check(beside, path, section="train", memory_gb=gib)
+    assert check.status == "ok", check
+    assert "computed" not in dict(check.details)
+    peak = float(check.text.partition("step: ")[2].partition(" GiB")[0])
+    assert (USABLE - 0.01) * gib - 0.1 < peak  # nothing is wasted
     assert (
         what_fits.assembly.place_of_servers(beside)
         == "on GPU 0, which the trainer uses in turns with it (engine.sleep)"

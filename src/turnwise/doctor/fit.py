@@ -14,8 +14,9 @@ from typing import Any
 
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
+    ASLEEP_BYTES,
     OF_ENGINE,
-    SERVER_BYTES,
+    SERVER_CACHE,
     USABLE,
     Prediction,
     Workload,
@@ -25,6 +26,7 @@ from turnwise.doctor.memory import (
     kv_bytes_of_row,
     on_gpu,
     peak_check,
+    phases,
     predict,
     read_model_config,
     workload_of,
@@ -33,7 +35,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
 from turnwise.models.model_config import context_length
-from turnwise.options.engines import LimitsSection
+from turnwise.options.engines import LimitsSection, VllmEngineSection
 from turnwise.options.schema import Config
 
 MOST_TOKENS = 16384
@@ -45,6 +47,8 @@ LEAST_ROWS = 8
 """Conversations whose keys and values the cache must hold, so that sampling is not slower than training needs."""
 _CACHE_STEP = 0.1
 """GiB, to which the memory of the cache is rounded down."""
+_LEAST_SERVER = 1.0
+"""GiB of KV cache below which the starter's recipe names no server on the trainer's GPU."""
 
 
 def fitted(config: Config, model_config: Any, workload: Workload, *, section: str, gib: float) -> Config:
@@ -109,6 +113,14 @@ def completed(config: Config, workload: Workload, *, section: str, gib: float, n
 def cache_step(gib: float) -> float:
     """The memory of a cache as recipes have it: rounded down, at least 0.1 GiB."""
     return max(_CACHE_STEP, round(_CACHE_STEP * int(gib / _CACHE_STEP + 1e-6), 1))
+
+
+def server_cache(config: Config, model_config: Any, workload: Workload, *, gib: float) -> float:
+    """The GiB that are left for the KV cache of a server beside the trainer, on a GPU with so much memory."""
+    least = changed(config, ["engine", "memory_gb"], _CACHE_STEP)
+    both = phases(least, model_config, workload, section="train", card_gib=gib)
+    used = max(phase.gib for phase in both if any(part.name == SERVER_CACHE for part in phase.parts))
+    return USABLE * gib - used + _CACHE_STEP
 
 
 def least_tokens(workload: Workload) -> int:
@@ -290,9 +302,6 @@ class Plan:
     """The parameters of the model."""
     rows: int
     """Conversations whose keys and values fit at the same time."""
-    beside: float
-    """GiB that the KV cache of a vLLM server has beside the trainer on the same GPU, if the server sleeps during updates;
-    negative if the server does not fit."""
 
 
 Begin = Callable[[str], None]
@@ -360,14 +369,13 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
     if embedded is None or embedded.memory_gb is None or embedded.memory_gb * 2**30 < least:
         return None
     cache = embedded.memory_gb * 2**30
-    count, size = empty_parameters(config, model_config)
+    count, _ = empty_parameters(config, model_config)
     return Plan(
         way=way,
         config=known,
         gib=update / 2**30,
         parameters=count,
         rows=max(1, int(cache / row)) if row else workload.conversations,
-        beside=(limit - sampling - size - SERVER_BYTES) / 2**30,
     )
 
 
@@ -392,6 +400,16 @@ CONTEXTS = (4096, 2048, 1024)
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What there is with a vLLM server on the trainer's GPU that sleeps during updates."""
+
+    cache: float
+    """GiB of the server's KV cache."""
+    micro_batch_tokens: int
+    """The most with which an update fits beside the sleeping server, and not more than without it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Starter:
     """What the starter's recipe has for a model and a card."""
 
@@ -401,6 +419,8 @@ class Starter:
     """The longest of `CONTEXTS` with which the plan fits, or the model's longest context."""
     least: float
     """The memory, in GiB, below which nothing fits."""
+    beside: Beside | None = None
+    """None: no vLLM server fits on the same GPU."""
 
 
 def starter(
@@ -414,7 +434,8 @@ def starter(
     least = least_gib(base, model_config, works[-1])
     for workload in works if least <= gib else ():
         if (plan := choose(base, model_config, workload, gib=gib, ways=ways, begin=begin)) is not None:
-            return Starter(plan, workload.tokens, least)
+            beside = beside_server(plan, workload.tokens, model_config, gib)
+            return Starter(plan, workload.tokens, least, beside)
     return Starter(None, contexts[-1], least)
 
 
@@ -442,7 +463,7 @@ def starter_plan(path: str, gib: float | None, begin: Begin = lambda text: None)
     if (plan := found.plan) is not None:
         begin(f"computing the memory of a step with {plan.way.name}")
         lines = [f"{path} on {card}: {plan.way.name}, {starter_check(plan, found.context, model_config, gib).text}\n"]
-        return starter_lines(plan, found.context, gib), lines
+        return starter_lines(found, gib), lines
     raise ConfigError(
         f"--model {path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its "
         f"activations, with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
@@ -463,8 +484,30 @@ def starter_check(plan: Plan, context: int, model_config: Any, gib: float) -> Ch
     return peak_check(config, model_config, workload, section="train", limit=gib, card_gib=gib)
 
 
-def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
-    """The lines of the starter's recipe by those that they replace. `gib` is the memory of the GPU."""
+def beside_server(plan: Plan, context: int, model_config: Any, gib: float) -> Beside | None:
+    """What the starter's recipe has with a sleeping vLLM server on the same GPU; None if there is no room for it, or if the
+    weights have 4 bits, which servers do not get."""
+    if "model.quantization.bits" in plan.way.options:
+        return None
+    config = changed(
+        starter_recipe(plan, context), ["engine"], VllmEngineSection(name="vllm", sleep=True, memory_gb=_LEAST_SERVER)
+    )
+    workload = workload_of(config, model_config, "train")
+    needs, limit = _of_process(config, model_config, workload, "train", gib), USABLE * gib * 2**30
+    if needs.update(config) > limit:  # the sleeping server keeps a part of its memory
+        config = changed(config, ["train", "micro_batch_tokens"], None)
+    tokens, update = _micro_batch(config, workload, "train", gib, needs)
+    if update > limit:
+        return None
+    config = changed(config, ["train", "micro_batch_tokens"], tokens)
+    cache = server_cache(config, model_config, workload, gib=gib)
+    return Beside(cache, tokens) if cache >= _LEAST_SERVER else None
+
+
+def starter_lines(found: Starter, gib: float) -> dict[str, str]:
+    """The lines of the starter's recipe, which has a plan, by those that they replace. `gib` is the memory of the GPU."""
+    plan, context = found.plan, found.context
+    assert plan is not None
     options, lora = plan.way.options, "model.lora.rank" in plan.way.options
     known = plan.config
     assert known.engine.embedded is not None
@@ -482,6 +525,12 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
         f"  micro_batch_tokens: {known.train.micro_batch_tokens} # {_why_so_many(known.train.micro_batch_tokens, gib)}",
     ]
+    fewer = found.beside is not None and found.beside.micro_batch_tokens != known.train.micro_batch_tokens
+    if found.beside is not None and fewer:
+        train.append(
+            f"  # micro_batch_tokens: {found.beside.micro_batch_tokens} # instead, with vLLM on the same GPU (below): the server "
+            f"keeps about {ASLEEP_BYTES / 2**30:g} GiB during an update"
+        )
     if optimizer := {name.rpartition(".")[2]: value for name, value in options.items() if "optimizer" in name}:
         why = ["kahan: 2 bytes for each parameter instead of 4"] if "master_weights" in optimizer else []
         if "offload" in optimizer:
@@ -494,7 +543,7 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
         "correction: {action: truncate} # in bfloat16, trainer and engine round differently (docs/losses.md)",
         f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GiB of KV cache, for {plan.rows} conversations of {context} "
         f"tokens at a time, more if they are shorter",
-        _vllm(plan),
+        _vllm(plan, found.beside, fewer=fewer),
     ]
     return {
         "  # lora: {rank: 16} # train a LoRA adapter instead of all weights (docs/memory.md)": "\n".join(model),
@@ -515,18 +564,18 @@ def _why_so_many(tokens: int | None, gib: float) -> str:
     return f"the most with which an update fits into {USABLE:.0%} of {gib:.3g} GiB"
 
 
-def _vllm(plan: Plan) -> str:
-    """The comment of the starter's recipe on sampling with vLLM."""
+def _vllm(plan: Plan, beside: Beside | None, *, fewer: bool) -> str:
+    """The comment of the starter's recipe on sampling with vLLM. `fewer`: with another micro-batch, which the recipe names."""
     if "model.quantization.bits" in plan.way.options:
         return "# engine: {name: vllm} is not possible with weights in 4 bits"
-    gigabytes = int(plan.beside * 10) / 10
-    if gigabytes < 1:
+    if beside is None:
         return (
             "# engine: {name: vllm} does not fit on the same GPU beside the trainer: engine.devices names another GPU"
         )
     return (
-        f"# engine: {{name: vllm, python: ~/vllm/bin/python, sleep: true, memory_gb: {gigabytes}}} # instead: samples faster, in "
-        f"what the trainer leaves free meanwhile (docs/engines.md)"
+        f"# engine: {{name: vllm, python: ~/vllm/bin/python, sleep: true, memory_gb: {cache_step(beside.cache)}}} # instead"
+        f"{', with the other micro_batch_tokens' if fewer else ''}: samples faster, in what the trainer leaves free meanwhile "
+        f"(docs/engines.md)"
     )
 
 
