@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from turnwise.doctor.examine import examine
 from turnwise.doctor.fit import (
     USABLE,
     WAYS,
+    WAYS_OF,
     choose,
     fitted,
     fitted_to_card,
@@ -354,10 +356,93 @@ def test_layers_whose_kind_depends_on_their_number_are_all_traced() -> None:
 
 def test_ways_replace_each_other_and_are_recipes() -> None:
     recipe = config(model={"lora": {"rank": 4}, "gradient_checkpointing": True})
+    recipe = fit.with_way(recipe, EVERY_WAY["all weights, 8 bits, state away"])
+    assert (recipe.model.lora.rank, recipe.train.optimizer.name) == (None, "adamw_8bit")
     full, *_, quantized = (fit.with_way(recipe, way) for way in WAYS)
+    assert full.train.optimizer == config().train.optimizer
     assert (full.model.lora.rank, full.model.gradient_checkpointing, full.model.dtype) == (None, False, "bfloat16")
     assert (quantized.model.quantization.bits, quantized.model.lora.rank) == (4, 32)
     assert choose(recipe, tiny_model().config, WORK, gib=0.5) is None
+
+
+@pytest.mark.parametrize("kind", fit.WAYS_OF)
+def test_the_last_way_of_a_kind_needs_the_least_memory(kind: fit.Trained) -> None:
+    shape = tiny_model().config
+    needs = [fit.least_gib(config(), shape, WORK, way) for way in WAYS_OF[kind]]
+    assert needs[-1] == min(needs)
+    trains_adapter = {"model.lora.rank" in way.options for way in WAYS_OF[kind]}
+    assert trains_adapter == {kind != "all"}
+    assert {"model.quantization.bits" in way.options for way in WAYS_OF[kind]} == {kind == "qlora"}
+
+
+def test_a_recipe_with_an_adapter_says_what_was_tried_of_all_weights() -> None:
+    def values(ways: Sequence[fit.Way]) -> set[str]:
+        """The options of the ways, as the text names them."""
+        found = {f"{name.rpartition('.')[2]}: {value}" for way in ways for name, value in way.options.items()}
+        return {text.removeprefix("name: ").removesuffix(": True") for text in found}
+
+    tried = [way for way in WAYS if "model.lora.rank" not in way.options]
+    further = [way for way in WAYS_OF["all"] if way not in WAYS]
+    for way in (EVERY_WAY["LoRA"], EVERY_WAY["QLoRA"]):
+        said, _, not_tried = " ".join(fit._why(way, 4096, None)).partition("; `turnwise init")
+        assert "fit with conversations of 4,096 tokens: tried for all weights were AdamW" in said
+        assert all(value in said for value in values(tried))
+        assert all(value in not_tried for value in values(further) - values(tried))
+        assert not any(value in not_tried for value in values(tried))
+        assert ("nor an adapter" in said) == (way.name == "QLoRA")
+        assert fit._why(way, 4096, "lora") == [f"{way.reason} (--train lora)"]  # nothing else was tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "gib", "way"),
+    [
+        ("all", 24.0, "all weights, 8 bits"),
+        ("all", 16.0, "all weights, AdamW's state on the CPU"),
+        ("lora", 48.0, "LoRA"),
+        ("qlora", 24.0, "QLoRA, no checkpointing"),
+        ("qlora", 16.0, "QLoRA"),
+    ],
+)
+def test_what_is_trained_can_be_chosen(
+    trained: str, gib: float, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe fits, also beside a sleeping server, if it names one."""
+    path, folder = str(save_config(tmp_path / "model", "1.7B")), tmp_path / "new"
+    assert main(["init", str(folder), "--model", path, "--gpu", f"{gib:g}", "--train", trained]) == 0
+    assert f"on a GPU with {gib:g} GiB: {way}, predicted peak" in capsys.readouterr().out.replace("\n", " ")
+    own = (folder / "recipe.yaml").read_text()
+    assert f" (--train {trained})\n" in own
+    for text in (own, with_instead(own)):
+        (folder / "recipe.yaml").write_text(text)
+        recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
+        refuse_without_effect(recipe)
+        assert notes == []
+        for name, value in EVERY_WAY[way].options.items():
+            assert fit.value_of(recipe, name.split(".")) == value
+        check = fit_check(recipe, path, section="train", memory_gb=gib)
+        assert check.status == "ok", check
+    assert main(["init", str(tmp_path / "other"), "--model", path, "--train", trained]) == 1
+    assert f"--train {trained} chooses what fits into the memory of a GPU, and no GPU is given: add --gpu 24" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+
+
+@pytest.mark.slow
+def test_what_is_chosen_and_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
+    path = str(save_config(tmp_path / "model", "1.7B"))
+    said = {}
+    for trained, gib in (("all", 8.0), ("lora", 4.2), ("qlora", 2.0)):
+        with pytest.raises(ConfigError) as raised:
+            fit.starter_plan(path, gib, trained=trained)
+        said[trained] = str(raised.value)
+    assert "does not fit on a GPU with 8 GiB with --train all: even the training of all weights with" in said["all"]
+    least = float(said["all"].split("needs ")[1].split(" GiB")[0])
+    assert least == pytest.approx((2 + 2) * 1.72e9 / 2**30 / USABLE, rel=0.15)  # weights and gradients
+    assert "Use --train lora, which fits (LoRA, checkpointing, with conversations of 2,048 tokens), a" in said["all"]
+    assert "--train lora: even an adapter with checkpointing needs" in said["lora"]
+    assert "Use --train qlora, which fits (QLoRA" in said["lora"]
+    assert "tokens. Use a smaller model, or several GPUs" in said["qlora"]
 
 
 def test_learning_rates_fall_with_the_size_and_rise_for_adapters() -> None:
@@ -411,7 +496,10 @@ def test_a_row_of_the_table_is_current(tmp_path: Path, monkeypatch: pytest.Monke
     assert of_model.split(" | ")[1].rstrip(" |") in (ROOT / "docs" / "memory.md").read_text()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+EVERY_WAY = {way.name: way for way in (*WAYS, *(way for ways in WAYS_OF.values() for way in ways))}
+
+
+@pytest.mark.parametrize("way", EVERY_WAY.values(), ids=EVERY_WAY)
 def test_recipes_of_all_ways_are_valid(way: fit.Way, tmp_path: Path) -> None:
     """The recipe that `turnwise init --gpu` writes for a way, as `turnwise train` reads it."""
     numbers = config(train={"micro_batch_tokens": 4096}, engine={"name": "local", "memory_gb": 4.8})
@@ -705,6 +793,17 @@ def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
             assert fit_check(applied(config, check), path, section="train", memory_gb=gib).status == "ok", check
 
 
+def with_instead(recipe: str) -> str:
+    """The text of a recipe with the lines that it has in comments as `# instead`, in place of those of the same options."""
+    lines = recipe.splitlines()
+    for line in list(lines):
+        if re.match(" *# .* # instead", line):
+            option = line.replace("# ", "", 1)
+            (place,) = [n for n, own in enumerate(lines) if own.startswith(f"{option.partition(':')[0]}:")]
+            lines[place] = option
+    return "\n".join(lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "gib", "fewer"),
@@ -732,12 +831,7 @@ def test_what_a_recipe_of_init_says_of_vllm_fits_into_it(
     if not others:
         assert "{name: vllm} does not fit on the same GPU" in file.read_text()
         return
-    for line in others:
-        option = line.replace("# ", "", 1)
-        own = re.compile(rf"^{option.partition(':')[0]}:.*$", re.MULTILINE)
-        text, count = own.subn(option.replace("\\", r"\\"), file.read_text())
-        assert count == 1
-        file.write_text(text)
+    file.write_text(with_instead(file.read_text()))
     beside, notes = load(file, ["model.device=cuda"])
     refuse_without_effect(beside)
     assert notes == []
