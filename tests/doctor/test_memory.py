@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import yaml
 from transformers import Gemma4TextConfig, Qwen3Config
 
+from support import hybrids
 from support.hybrids import save_hybrid
 from support.mixtures import CONFIGS, mixture
 from support.tiny import save_rows, tiny_model
@@ -339,7 +341,34 @@ def test_it_is_said_how_many_conversations_the_cache_holds(model: Path) -> None:
     # a row of the next power of two does not fit, and one of the conversation's tokens does
     odd = Workload(conversations=16, tokens=1030)
     engine = {"name": "local", "memory_gb": 1040 * token / 2**30}
-    assert (cache_holds(config(engine=engine, model={"dtype": "bfloat16"}), shape, odd) or "").startswith("1 of 16")
+    of_odd = config(engine=engine, model={"dtype": "bfloat16"})
+    assert (cache_holds(of_odd, shape, odd) or "").startswith(
+        f"1 of 16 conversations (of 1,030 tokens, {token / 1024:.4g} KiB a token)"
+    )
+
+
+@pytest.mark.parametrize(("tokens", "row"), [(3328, 4096), (4096, 4096), (200, 256), (4097, 8192)])
+def test_the_number_of_conversations_follows_from_what_is_said(tokens: int, row: int) -> None:
+    """The line names the rows of the cache where they are longer than the conversations."""
+    shape, gib = hybrids.CONFIGS["qwen3_5"](), 1.9
+    for model_config in (tiny_model().config, shape):
+        recipe = config(
+            engine={"name": "local", "memory_gb": gib, "slots": 10**6},
+            model={"dtype": "bfloat16"},
+            max_concurrent=10**6,
+        )
+        said = cache_holds(recipe, model_config, Workload(conversations=10**6, tokens=tokens))
+        assert said is not None
+        found = re.match(
+            r"([\d,]+) of 1000000 conversations \(of ([\d,]+) tokens(?:, kept as rows of ([\d,]+);|,) ([\d.]+) KiB a token"
+            r"(?: and ([\d.]+) MiB more)?\)",
+            said,
+        )
+        assert found is not None, said
+        rows, of, kept, token, states = (float((text or "0").replace(",", "")) for text in found.groups())
+        assert (of, kept) == (tokens, 0 if row == tokens else row)
+        assert (states > 0) == (model_config is shape)
+        assert rows == pytest.approx(gib * 2**20 / ((kept or of) * token + 1024 * states), rel=0.01)
 
 
 @pytest.mark.slow

@@ -550,8 +550,11 @@ def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> f
 
 
 def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | None:
-    """How many conversations the embedded engine's cache holds at once, what a token takes of it, and what becomes of the others;
-    None if no such engine is in the trainer's process."""
+    """How many conversations the embedded engine's cache holds at once, what a conversation takes of it, and what becomes of the
+    others; None if no such engine is in the trainer's process.
+
+    Example: `40 of 128 conversations (of 3,328 tokens, kept as rows of 4,096; 112 KiB a token), more if they are shorter; ...`
+    """
     engine = config.engine.embedded
     if engine is None or config.runs_conversations_elsewhere is not None:
         return None
@@ -560,9 +563,12 @@ def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | 
     token = one - states
     started = min(workload.conversations * (config.train.max_staleness + 1), config.max_concurrent)
     # all rows have one length, and a row that does not double has what there is
-    whole, least = (token * tokens + states for tokens in (_row_tokens(workload.tokens), workload.tokens))
+    kept = _row_tokens(workload.tokens)
+    whole, least = (token * tokens + states for tokens in (kept, workload.tokens))
     rows = min(int(size // whole) or int(size >= least), engine.slots)
-    each = f"of {workload.tokens:,} tokens, {token / 2**10:.4g} KiB a token"
+    each = f"of {workload.tokens:,} tokens"
+    each += f", kept as rows of {kept:,}; " if kept != workload.tokens and size >= whole else ", "
+    each += f"{token / 2**10:.4g} KiB a token" + (f" and {states / 2**20:.4g} MiB more" if states else "")
     if rows >= started:
         return f"all {started} conversations ({each})"
     if not rows:
