@@ -724,7 +724,7 @@ def test_a_server_is_counted_on_the_gpu_that_it_uses(smaller: str, monkeypatch: 
     shared = fit_check(apart, smaller, section="train", memory_gb=4.0)
     assert shared.status == "fail"
     assert shared.text.startswith(trainer)
-    assert "the server's KV cache 1.5" in dict(shared.details)["in GiB"]
+    assert "the server's KV cache 1.5" in dict(shared.details)["sampling, in GiB"]
     again = fit_check(applied(apart, shared), smaller, section="train", memory_gb=4.0)
     assert again.status == "ok"
 
