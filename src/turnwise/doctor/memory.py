@@ -920,7 +920,8 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection
 
 def not_predicted(failed: Failed) -> Check:
     """The check `memory` of a model whose configuration is missing, or that cannot run on tensors without contents."""
-    return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+    reason = " ".join(failed.failure.message.split())  # libraries write several lines
+    return Check("memory", "note", f"the memory of a training step cannot be predicted: {reason}")
 
 
 def peak_check(
