@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -443,6 +444,30 @@ def test_an_option_that_makes_no_difference_is_a_note(model: Path, tmp_path: Pat
     found = take_effect(load(write_recipe(tmp_path), ["data.max_rows=1000", f"model.path={model}"])[0])
     assert found.status == "note"
     assert found.text.endswith("it makes no difference here to leave out data.max_rows")
+
+
+def test_a_default_that_a_recipe_writes_down_is_no_note(model: Path, tmp_path: Path) -> None:
+    """Its null stands for it: 100 steps, the name of a function, the layers of an adapter."""
+
+    def told(*overrides: str) -> Check:
+        reward = {"trajectory": [{"use": f"{PLACES}:length"}]}
+        return take_effect(load(write_recipe(tmp_path, reward=reward), [f"model.path={model}", *overrides])[0])
+
+    modules = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+    defaults = ["train.steps=100", "reward.trajectory.0.name=length", f"model.lora.target_modules={modules}"]
+    adapter = "model.lora.rank=4"
+    assert told(adapter, *defaults) == told(adapter)
+    assert told(adapter).status == "ok"
+    others = [
+        "train.steps=99",
+        "reward.trajectory.0.name=other",
+        f"model.lora.target_modules={modules.replace('q_proj, ', '')}",
+    ]
+    sets, left_out = (
+        [int(number) for number in re.findall(r"(\d+) (?:are set|were left out)", told(adapter, *words).text)]
+        for words in ([], others)
+    )
+    assert [after - before for before, after in zip(sets, left_out, strict=True)] == [3, 3]
 
 
 @pytest.mark.parametrize(
