@@ -610,7 +610,7 @@ def _why(way: Way, context: int, trained: Trained | None) -> list[str]:
         "neither all weights nor an adapter on weights in bfloat16 fit" if way == _QLORA else "all weights do not fit"
     )
     return [
-        way.reason,
+        f"{way.reason};",
         f"{others} with conversations of {context:,} tokens: tried for all weights were AdamW, also with gradient_checkpointing,",
         "master_weights: kahan and offload: sampling; `turnwise init --train all` also tries adamw_8bit and offload: cpu",
     ]
