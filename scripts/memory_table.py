@@ -67,7 +67,7 @@ def rows_of(size: str) -> Iterator[str]:
 def check_recipe(folder: Path, model: str, found: Starter, gib: float) -> Any:
     """The recipe that `turnwise init` writes, after the checks of `turnwise train` and of `turnwise doctor --recipe`."""
     assert found.plan is not None
-    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib))
+    write_project(folder, model=model, changes=starter_lines(found, gib))
     recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     check = fit_check(recipe, model, section="train", memory_gb=gib)
@@ -98,7 +98,7 @@ def cells(found: Starter, model_config: Any, gib: float) -> Sequence[str]:
         f"{update_gib(found, model_config, gib):.1f}",
         f"{found.context:,}",
         f"{embedded.memory_gb} GiB, {plan.rows}",
-        beside(plan),
+        beside(plan, found),
         f"{learning_rate(plan.parameters, adapter=adapter):.0e}".replace("e-0", "e-"),
     ]
 
@@ -113,11 +113,11 @@ def offloaded(found: Starter, others: Starter, model_config: Any, gib: float) ->
     return f"{needed:.1f} GiB, and {OFFLOADED_BYTES * others.plan.parameters / 2**30:.0f} of the machine"
 
 
-def beside(plan: Plan) -> str:
+def beside(plan: Plan, found: Starter) -> str:
     """What vLLM has for its cache beside the trainer."""
     if "model.quantization.bits" in plan.way.options:
         return "no: weights in 4 bits"
-    return f"cache of {plan.beside:.1f} GiB" if plan.beside >= 1 else "no room"
+    return "no room" if found.beside is None else f"cache of {found.beside.cache:.1f} GiB"
 
 
 def main(sizes: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -443,6 +444,87 @@ def test_an_option_that_makes_no_difference_is_a_note(model: Path, tmp_path: Pat
     found = take_effect(load(write_recipe(tmp_path), ["data.max_rows=1000", f"model.path={model}"])[0])
     assert found.status == "note"
     assert found.text.endswith("it makes no difference here to leave out data.max_rows")
+
+
+def test_a_default_that_a_recipe_writes_down_is_no_note(model: Path, tmp_path: Path) -> None:
+    """Its null stands for it: 100 steps, the name of a function, the layers of an adapter."""
+
+    def told(*overrides: str) -> Check:
+        reward = {"trajectory": [{"use": f"{PLACES}:length"}]}
+        return take_effect(load(write_recipe(tmp_path, reward=reward), [f"model.path={model}", *overrides])[0])
+
+    modules = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+    defaults = ["train.steps=100", "reward.trajectory.0.name=length", f"model.lora.target_modules={modules}"]
+    adapter = "model.lora.rank=4"
+    assert told(adapter, *defaults) == told(adapter)
+    assert told(adapter).status == "ok"
+    others = [
+        "train.steps=99",
+        "reward.trajectory.0.name=other",
+        f"model.lora.target_modules={modules.replace('q_proj, ', '')}",
+    ]
+    sets, left_out = (
+        [int(number) for number in re.findall(r"(\d+) (?:are set|were left out)", told(adapter, *words).text)]
+        for words in ([], others)
+    )
+    assert [after - before for before, after in zip(sets, left_out, strict=True)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "parameters", "status", "told"),
+    [
+        ("question solution", "answer, solution", "fail", "it has none of the parameters trajectory, completion, "),
+        (
+            "question solution",
+            "completion, soluton",
+            "fail",
+            "nor a column of the data (question, solution); did you mean",
+        ),
+        ("question solution", "completion, solution", "note", "because {} fails"),
+        ("prompt solution", "completion, prompt", "fail", "has the parameter 'prompt', which is neither a value"),
+        ("prompt solution", "completion, solution", "note", "because {} fails"),
+        (None, "completion, soluton", "note", "can be called, if the data has the columns that they need: "),
+        (None, "soluton", "fail", "it has none of the parameters trajectory, completion, "),
+    ],
+)
+@pytest.mark.parametrize("with_model", [False, True])
+def test_reward_functions_are_checked_also_where_there_are_no_conversations(
+    columns: str | None, parameters: str, status: str, told: str, with_model: bool, model: Path, tmp_path: Path
+) -> None:
+    """`columns` are those of the rows; None: the file is not there."""
+    if with_model and columns is not None and "prompt" in columns:
+        return  # nothing fails
+    rows = tmp_path / "flat.jsonl"
+    if columns is not None:
+        rows.write_text(json.dumps(dict.fromkeys(columns.split(), "no")) + "\n")
+    (tmp_path / "own.py").write_text(f"def score({parameters}):\n    return 1.0\n")
+    recipe = write_recipe(tmp_path, rows, reward={"trajectory": [f"{tmp_path / 'own.py'}:score"]})
+    found = asked(model if with_model else tmp_path / "none", recipe, weights="never")
+    readable = columns is not None and "prompt" in columns
+    assert ("model" in found) != with_model
+    assert found["rows"].status == ("note" if readable else "fail")
+    assert (found["rows"].text == "1 row can be read; not tried in the template, because model fails") == readable
+    assert found["rewards"].status == status
+    assert told.format("model" if readable else "rows") in found["rewards"].text
+    assert all("\n" not in check.text for check in found.values())
+
+
+def test_functions_of_the_user_are_checked_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def wrong(groups):\n    return None\n\n\ndef loss(logprob_N, targets):\n    return logprob_N\n"
+    )
+    recipe = write_recipe(tmp_path, credit=f"{tmp_path / 'own.py'}:wrong", loss=f"{tmp_path / 'own.py'}:loss")
+    found = asked(tmp_path / "none", recipe)
+    assert list(found) == ["options", "model", "rows", "estimator", "loss", "memory"]  # and no reward function
+
+
+def test_a_mapped_column_that_is_missing_is_no_mistake_of_a_function(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    data = {"train": str(save_rows(tmp_path / "rows.jsonl", 3)), "columns": {"answer": "solution"}}
+    recipe = write_recipe(tmp_path, data=data, reward={"trajectory": [f"{tmp_path / 'own.py'}:score"]})
+    found = asked(model, recipe, weights="never")
+    assert "has no column 'solution'" in only_failure(found)
+    assert found["rewards"].status == "note"
 
 
 def test_the_tools_are_named_by_what_gives_them(model: Path, tmp_path: Path) -> None:

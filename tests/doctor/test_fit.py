@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from support.qwen3 import QWEN3, save_config
 from support.tiny import tiny_model
 from turnwise.assembly import model_source
 from turnwise.cli import main
-from turnwise.config.recipe import load, with_overrides
+from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor import fit, memory, what_fits
 from turnwise.doctor.check import Check
@@ -23,6 +25,7 @@ from turnwise.doctor.examine import examine
 from turnwise.doctor.fit import (
     USABLE,
     WAYS,
+    WAYS_OF,
     choose,
     fitted,
     fitted_to_card,
@@ -353,10 +356,93 @@ def test_layers_whose_kind_depends_on_their_number_are_all_traced() -> None:
 
 def test_ways_replace_each_other_and_are_recipes() -> None:
     recipe = config(model={"lora": {"rank": 4}, "gradient_checkpointing": True})
+    recipe = fit.with_way(recipe, EVERY_WAY["all weights, 8 bits, state away"])
+    assert (recipe.model.lora.rank, recipe.train.optimizer.name) == (None, "adamw_8bit")
     full, *_, quantized = (fit.with_way(recipe, way) for way in WAYS)
+    assert full.train.optimizer == config().train.optimizer
     assert (full.model.lora.rank, full.model.gradient_checkpointing, full.model.dtype) == (None, False, "bfloat16")
     assert (quantized.model.quantization.bits, quantized.model.lora.rank) == (4, 32)
     assert choose(recipe, tiny_model().config, WORK, gib=0.5) is None
+
+
+@pytest.mark.parametrize("kind", fit.WAYS_OF)
+def test_the_last_way_of_a_kind_needs_the_least_memory(kind: fit.Trained) -> None:
+    shape = tiny_model().config
+    needs = [fit.least_gib(config(), shape, WORK, way) for way in WAYS_OF[kind]]
+    assert needs[-1] == min(needs)
+    trains_adapter = {"model.lora.rank" in way.options for way in WAYS_OF[kind]}
+    assert trains_adapter == {kind != "all"}
+    assert {"model.quantization.bits" in way.options for way in WAYS_OF[kind]} == {kind == "qlora"}
+
+
+def test_a_recipe_with_an_adapter_says_what_was_tried_of_all_weights() -> None:
+    def values(ways: Sequence[fit.Way]) -> set[str]:
+        """The options of the ways, as the text names them."""
+        found = {f"{name.rpartition('.')[2]}: {value}" for way in ways for name, value in way.options.items()}
+        return {text.removeprefix("name: ").removesuffix(": True") for text in found}
+
+    tried = [way for way in WAYS if "model.lora.rank" not in way.options]
+    further = [way for way in WAYS_OF["all"] if way not in WAYS]
+    for way in (EVERY_WAY["LoRA"], EVERY_WAY["QLoRA"]):
+        said, _, not_tried = " ".join(fit._why(way, 4096, None)).partition("; `turnwise init")
+        assert "fit with conversations of 4,096 tokens: tried for all weights were AdamW" in said
+        assert all(value in said for value in values(tried))
+        assert all(value in not_tried for value in values(further) - values(tried))
+        assert not any(value in not_tried for value in values(tried))
+        assert ("nor an adapter" in said) == (way.name == "QLoRA")
+        assert fit._why(way, 4096, "lora") == [f"{way.reason} (--train lora)"]  # nothing else was tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "gib", "way"),
+    [
+        ("all", 24.0, "all weights, 8 bits"),
+        ("all", 16.0, "all weights, AdamW's state on the CPU"),
+        ("lora", 48.0, "LoRA"),
+        ("qlora", 24.0, "QLoRA, no checkpointing"),
+        ("qlora", 16.0, "QLoRA"),
+    ],
+)
+def test_what_is_trained_can_be_chosen(
+    trained: str, gib: float, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe fits, also beside a sleeping server, if it names one."""
+    path, folder = str(save_config(tmp_path / "model", "1.7B")), tmp_path / "new"
+    assert main(["init", str(folder), "--model", path, "--gpu", f"{gib:g}", "--train", trained]) == 0
+    assert f"on a GPU with {gib:g} GiB: {way}, predicted peak" in capsys.readouterr().out.replace("\n", " ")
+    own = (folder / "recipe.yaml").read_text()
+    assert f" (--train {trained})\n" in own
+    for text in (own, with_instead(own)):
+        (folder / "recipe.yaml").write_text(text)
+        recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
+        refuse_without_effect(recipe)
+        assert notes == []
+        for name, value in EVERY_WAY[way].options.items():
+            assert fit.value_of(recipe, name.split(".")) == value
+        check = fit_check(recipe, path, section="train", memory_gb=gib)
+        assert check.status == "ok", check
+    assert main(["init", str(tmp_path / "other"), "--model", path, "--train", trained]) == 1
+    assert f"--train {trained} chooses what fits into the memory of a GPU, and no GPU is given: add --gpu 24" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+
+
+@pytest.mark.slow
+def test_what_is_chosen_and_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
+    path = str(save_config(tmp_path / "model", "1.7B"))
+    said = {}
+    for trained, gib in (("all", 8.0), ("lora", 4.2), ("qlora", 2.0)):
+        with pytest.raises(ConfigError) as raised:
+            fit.starter_plan(path, gib, trained=trained)
+        said[trained] = str(raised.value)
+    assert "does not fit on a GPU with 8 GiB with --train all: even the training of all weights with" in said["all"]
+    least = float(said["all"].split("needs ")[1].split(" GiB")[0])
+    assert least == pytest.approx((2 + 2) * 1.72e9 / 2**30 / USABLE, rel=0.15)  # weights and gradients
+    assert "Use --train lora, which fits (LoRA, checkpointing, with conversations of 2,048 tokens), a" in said["all"]
+    assert "--train lora: even an adapter with checkpointing needs" in said["lora"]
+    assert "Use --train qlora, which fits (QLoRA" in said["lora"]
+    assert "tokens. Use a smaller model, or several GPUs" in said["qlora"]
 
 
 def test_learning_rates_fall_with_the_size_and_rise_for_adapters() -> None:
@@ -410,12 +496,16 @@ def test_a_row_of_the_table_is_current(tmp_path: Path, monkeypatch: pytest.Monke
     assert of_model.split(" | ")[1].rstrip(" |") in (ROOT / "docs" / "memory.md").read_text()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+EVERY_WAY = {way.name: way for way in (*WAYS, *(way for ways in WAYS_OF.values() for way in ways))}
+
+
+@pytest.mark.parametrize("way", EVERY_WAY.values(), ids=EVERY_WAY)
 def test_recipes_of_all_ways_are_valid(way: fit.Way, tmp_path: Path) -> None:
     """The recipe that `turnwise init --gpu` writes for a way, as `turnwise train` reads it."""
     numbers = config(train={"micro_batch_tokens": 4096}, engine={"name": "local", "memory_gb": 4.8})
-    plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8, beside=6.2)
-    write_project(tmp_path / "new", model="m", changes=fit.starter_lines(plan, 4096, 24.0))
+    plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8)
+    found = fit.Starter(plan, 4096, 8.0, fit.Beside(6.2, 3840))
+    write_project(tmp_path / "new", model="m", changes=starter_lines(found, 24.0))
     recipe, notes = load(tmp_path / "new" / "recipe.yaml", ["model.device=cuda"])
     refuse_without_effect(recipe)
     assert notes == []
@@ -634,7 +724,7 @@ def test_a_server_is_counted_on_the_gpu_that_it_uses(smaller: str, monkeypatch: 
     shared = fit_check(apart, smaller, section="train", memory_gb=4.0)
     assert shared.status == "fail"
     assert shared.text.startswith(trainer)
-    assert "the server's KV cache 1.5" in dict(shared.details)["in GiB"]
+    assert "the server's KV cache 1.5" in dict(shared.details)["sampling, in GiB"]
     again = fit_check(applied(apart, shared), smaller, section="train", memory_gb=4.0)
     assert again.status == "ok"
 
@@ -671,7 +761,7 @@ def test_a_recipe_of_init_has_no_longer_context_than_the_model(tmp_path: Path, m
     found = starter(path, read_model_config(path), 24.0)
     assert found.context == 1500
     assert found.plan is not None
-    lines = starter_lines(found.plan, found.context, 24.0)
+    lines = starter_lines(found, 24.0)
     assert "context: 1500 " in lines["  tokens_per_turn: 64"]
     assert any(" million parameters" in line for line in lines.values())
     write_project(tmp_path / "new", model=path, changes=lines)
@@ -684,12 +774,12 @@ def test_a_recipe_of_init_has_no_longer_context_than_the_model(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
-    """Also with the line of its comment on vLLM, and with the numbers that init and the doctor print."""
+    """With the numbers that init and the doctor print."""
     path = str(save_config(tmp_path / "model", "1.7B"))
     found = starter(path, read_model_config(path), 24.0)
     assert found.plan is not None
     printed = starter_check(found.plan, found.context, read_model_config(path), 24.0)
-    write_project(tmp_path / "new", model=path, changes=starter_lines(found.plan, found.context, 24.0))
+    write_project(tmp_path / "new", model=path, changes=starter_lines(found, 24.0))
     file = tmp_path / "new" / "recipe.yaml"
     config, _ = load(file, ["model.device=cuda"])
     for gib in (24.0, 16.0, 12.0, 8.0):
@@ -701,13 +791,55 @@ def test_a_recipe_of_init_moves_to_smaller_cards(tmp_path: Path) -> None:
             assert "# the most with which an update fits into 92% of 24 GiB\n" in file.read_text()
         if gib < 24:
             assert fit_check(applied(config, check), path, section="train", memory_gb=gib).status == "ok", check
-    (comment,) = [line for line in file.read_text().splitlines() if line.startswith("# engine: {name: vllm")]
-    engine = yaml.safe_load(comment.removeprefix("# ").partition(" #")[0])["engine"]
-    tree = yaml.safe_load(file.read_text()) | {"engine": engine}
-    beside, _ = with_overrides(tree, ["model.device=cuda"], source=str(file))
-    check = fit_check(beside, path, section="train", memory_gb=24.0)
-    assert check.status == "note", check  # the update alone takes 92 %, and a sleeping server is beside it
-    assert fit_check(applied(beside, check), path, section="train", memory_gb=24.0).status == "ok", check
+
+
+def with_instead(recipe: str) -> str:
+    """The text of a recipe with the lines that it has in comments as `# instead`, in place of those of the same options."""
+    lines = recipe.splitlines()
+    for line in list(lines):
+        if re.match(" *# .* # instead", line):
+            option = line.replace("# ", "", 1)
+            (place,) = [n for n, own in enumerate(lines) if own.startswith(f"{option.partition(':')[0]}:")]
+            lines[place] = option
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "gib", "fewer"),
+    [
+        ("0.6B", 16.0, True),
+        ("0.6B", 48.0, False),
+        ("1.7B", 16.0, False),
+        ("1.7B", 24.0, True),
+        ("1.7B", 80.0, True),
+        ("4B", 16.0, None),
+    ],
+)
+def test_what_a_recipe_of_init_says_of_vllm_fits_into_it(
+    size: str, gib: float, fewer: bool | None, tmp_path: Path
+) -> None:
+    """The lines that it has in comments (`fewer`: also a smaller micro-batch; None: no room), in place of its own."""
+    path = str(save_config(tmp_path / "model", size))
+    found = starter(path, read_model_config(path), gib)
+    write_project(tmp_path / "new", model=path, changes=starter_lines(found, gib))
+    file = tmp_path / "new" / "recipe.yaml"
+    others = [line for line in file.read_text().splitlines() if re.match(" *# .* # instead", line)]
+    assert [re.findall(r"micro_batch_tokens: |name: vllm, ", line)[0] for line in others] == (
+        [] if fewer is None else ["micro_batch_tokens: "] * fewer + ["name: vllm, "]
+    )
+    if not others:
+        assert "{name: vllm} does not fit on the same GPU" in file.read_text()
+        return
+    file.write_text(with_instead(file.read_text()))
+    beside, notes = load(file, ["model.device=cuda"])
+    refuse_without_effect(beside)
+    assert notes == []
+    check = fit_check(beside, path, section="train", memory_gb=gib)
+    assert check.status == "ok", check
+    assert "computed" not in dict(check.details)
+    peak = float(check.text.partition("step: ")[2].partition(" GiB")[0])
+    assert (USABLE - 0.01) * gib - 0.1 < peak  # nothing is wasted
     assert (
         what_fits.assembly.place_of_servers(beside)
         == "on GPU 0, which the trainer uses in turns with it (engine.sleep)"

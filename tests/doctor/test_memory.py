@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import yaml
 from transformers import Gemma4TextConfig, Qwen3Config
 
+from support import hybrids
 from support.hybrids import save_hybrid
 from support.mixtures import CONFIGS, mixture
 from support.tiny import save_rows, tiny_model
@@ -28,9 +30,12 @@ from turnwise.doctor.memory import (
     cache_holds,
     longest_prompt,
     machine_gib,
+    peak_check,
+    phases,
     predict,
     read_model_config,
     refuse_too_large,
+    server_cache_holds,
     traced_pass,
     workload_of,
 )
@@ -339,7 +344,84 @@ def test_it_is_said_how_many_conversations_the_cache_holds(model: Path) -> None:
     # a row of the next power of two does not fit, and one of the conversation's tokens does
     odd = Workload(conversations=16, tokens=1030)
     engine = {"name": "local", "memory_gb": 1040 * token / 2**30}
-    assert (cache_holds(config(engine=engine, model={"dtype": "bfloat16"}), shape, odd) or "").startswith("1 of 16")
+    of_odd = config(engine=engine, model={"dtype": "bfloat16"})
+    assert (cache_holds(of_odd, shape, odd) or "").startswith(
+        f"1 of 16 conversations (of 1,030 tokens, {token / 1024:.4g} KiB a token)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "block", "caches"),
+    [
+        ({"name": "vllm"}, "cuda", 16, 1),
+        ({"name": "vllm"}, "cpu", 32, 1),
+        ({"name": "vllm", "replicas": 2, "tensor_parallel": 2}, "cuda", 16, 4),
+        ({"name": "sglang"}, "cuda", 1, 1),
+        ({"name": "vllm", "arguments": ["--kv-cache-dtype", "fp8"]}, "cuda", None, 1),
+    ],
+)
+def test_a_server_divides_its_cache_into_blocks(
+    engine: dict[str, Any], device: str, block: int | None, caches: int
+) -> None:
+    """A cache that holds a hundred conversations exactly, and one that lacks a byte."""
+    shape = tiny_model().config
+    token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    recipe = config(engine=engine, model={"dtype": "bfloat16", "device": device})
+    work = Workload(conversations=200, tokens=1001)
+    kept = 1001 if block is None else -(-1001 // block) * block
+    size = 100 * kept * token / engine.get("tensor_parallel", 1)
+    said, fewer = (server_cache_holds(recipe, shape, work, size - less) for less in (0, 1))
+    if block is None:
+        assert said is None
+        return
+    of_each = f"of 1,001 tokens{f', in blocks of {block};' if block > 1 else ','} {token / 1024:.4g} KiB a token"
+    servers = engine.get("replicas", 1)
+    where = "; 2 servers with 2 devices" if caches > 1 else ""
+    assert fewer is not None
+    assert fewer.startswith(
+        f"{99 * servers} of 200 conversations ({of_each}{where}), more if they are shorter; requests"
+    )
+    assert said == (f"all 200 conversations ({of_each}{where})" if servers == 2 else fewer.replace("99 of", "100 of"))
+
+
+def test_both_phases_and_the_cache_are_broken_down_beside_a_server() -> None:
+    shape, work = tiny_model().config, Workload(conversations=64, tokens=256)
+    for engine in ({"name": "local", "memory_gb": 1.0}, {"name": "vllm", "sleep": True, "memory_gb": 1.0}):
+        recipe = config(engine=engine, model={"dtype": "bfloat16", "device": "cuda"})
+        check = peak_check(recipe, shape, work, section="train", limit=24.0, card_gib=24.0)
+        update, sampling = phases(recipe, shape, work, card_gib=24.0)
+        details = dict(check.details)
+        assert list(details) == ["sampling, in GiB", "update, in GiB", "the KV cache holds"]
+        assert (details["sampling, in GiB"], details["update, in GiB"]) == (sampling.text, update.text)
+        assert (sampling.gib > update.gib) == (engine["name"] == "vllm")  # whichever is the peak
+        assert details["the KV cache holds"].startswith("all 64 conversations (of 256 tokens, ")
+    assert "the sleeping server 1.0" in details["update, in GiB"]
+    tuned = peak_check(recipe, shape, work, section="sft", limit=24.0, card_gib=24.0)
+    assert [name for name, _ in tuned.details] == ["in GiB"]
+
+
+@pytest.mark.parametrize(("tokens", "row"), [(3328, 4096), (4096, 4096), (200, 256), (4097, 8192)])
+def test_the_number_of_conversations_follows_from_what_is_said(tokens: int, row: int) -> None:
+    """The line names the rows of the cache where they are longer than the conversations."""
+    shape, gib = hybrids.CONFIGS["qwen3_5"](), 1.9
+    for model_config in (tiny_model().config, shape):
+        recipe = config(
+            engine={"name": "local", "memory_gb": gib, "slots": 10**6},
+            model={"dtype": "bfloat16"},
+            max_concurrent=10**6,
+        )
+        said = cache_holds(recipe, model_config, Workload(conversations=10**6, tokens=tokens))
+        assert said is not None
+        found = re.match(
+            r"([\d,]+) of 1000000 conversations \(of ([\d,]+) tokens(?:, kept as rows of ([\d,]+);|,) ([\d.]+) KiB a token"
+            r"(?: and ([\d.]+) MiB more)?\)",
+            said,
+        )
+        assert found is not None, said
+        rows, of, kept, token, states = (float((text or "0").replace(",", "")) for text in found.groups())
+        assert (of, kept) == (tokens, 0 if row == tokens else row)
+        assert (states > 0) == (model_config is shape)
+        assert rows == pytest.approx(gib * 2**20 / ((kept or of) * token + 1024 * states), rel=0.01)
 
 
 @pytest.mark.slow

@@ -365,15 +365,12 @@ def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trai
     line, held = engine_memory_lines(servers, model_config)
     half = here["weights"] / 2 / 2**30
     assert line.value == f"{half + 3:.2f} GiB: weights {half:.2f}, KV cache 3.00"
-    kept = (
-        2
-        * model_config.num_hidden_layers
-        * model_config.num_key_value_heads
-        * model_config.head_dim
-        * 4
-        * workload.tokens
+    token = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim * 4
+    each = f"of {workload.tokens:,} tokens, {token / 1024:.4g} KiB a token; 1 server with 2 devices"
+    assert (held.name, held.value) == (
+        "the KV cache of servers holds",
+        f"all {workload.conversations} conversations ({each})",
     )
-    assert held.value == f"{3 * 2**30 / (kept / 2):,.1f} conversations of {workload.tokens:,} tokens; others wait"
     # without engine.memory_gb, the size that the run gives its servers on the CPU
     small, _ = load(recipe, ["engine={name: vllm}"])
     line, _ = engine_memory_lines(small, model_config)

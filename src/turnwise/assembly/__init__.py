@@ -19,7 +19,7 @@ from turnwise.assembly.conversations import (
     text_context,
     tool_schemas,
 )
-from turnwise.assembly.data import conversations, curriculum, drop_long_prompts, row_order, rows
+from turnwise.assembly.data import column_names, conversations, curriculum, drop_long_prompts, row_order, rows
 from turnwise.assembly.engines import (
     Scripts,
     engine,
@@ -52,6 +52,7 @@ __all__ = [
     "Environments",
     "Scripts",
     "agent_policies",
+    "column_names",
     "connect_engine",
     "conversation_context",
     "conversation_host",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from turnwise.assembly.references import close_tried_environment, environment_constructor
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.providers.provider import environment_class
+from turnwise.data import rows as data_rows
 from turnwise.data.conversations import read_conversations
 from turnwise.data.order import Curriculum, Order, RowOrder, weighted_order
 from turnwise.data.rows import BringsRows, ProvidedRows, read_rows
@@ -17,7 +18,7 @@ from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.options.schema import Config
 from turnwise.types import Row
 
-__all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
+__all__ = ["column_names", "conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,22 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         )
     _check_ends(found, config, source)
     return found
+
+
+def column_names(config: Config) -> frozenset[str]:
+    """The names of the columns that rows of `data.train` have for reward functions, also if records are no rows.
+
+    Raises DataError if they cannot be read, and ConfigError.
+    """
+    data = config.data
+    return data_rows.column_names(
+        data.train,
+        columns=data.columns,
+        split=data.split,
+        subset=data.subset,
+        limit=data.max_rows,
+        provides=lambda count: _provided(config, held_out=False, count=count),
+    )
 
 
 def _check_ends(rows: Sequence[Row], config: Config, source: str | list[str]) -> None:

@@ -29,6 +29,7 @@ from turnwise.local_paths import refuse_other_than_model
 from turnwise.starter import DEMO_OUTPUT, Thinking, demo_overrides, demo_recipe, write_project
 
 if TYPE_CHECKING:
+    from turnwise.doctor.fit import Trained
     from turnwise.options.schema import Config
 
 
@@ -193,16 +194,27 @@ def register_init(parser: argparse.ArgumentParser) -> None:
         help="write a recipe that fits into so much memory of a GPU, with a reason for each choice; without a number, into what "
         "is free on the GPU of this machine. Needs --model",
     )
+    parser.add_argument(
+        "--train",
+        choices=("all", "lora", "qlora"),
+        help="with --gpu: what is trained, all weights, an adapter, or an adapter on weights in 4 bits; default: all weights if "
+        "AdamW's state fits (in 32 bits), else an adapter",
+    )
     parser.set_defaults(command=_run_init)
 
 
 def _run_init(options: argparse.Namespace, context: Context) -> int:
     model, folder, of_card = options.model, _without_dots(options.folder), ""
+    if options.train is not None and options.gpu is None:
+        raise ConfigError(
+            f"--train {options.train} chooses what fits into the memory of a GPU, and no GPU is given: add --gpu 24 (GiB), or "
+            f"leave out --train"
+        )
     if model is not None:
         refuse_other_than_model(model, error=ConfigError, weights=False, given=f"--model {model}")
     if model is not None and Path(model).is_dir():
         model = str(_without_dots(Path(model), absolute=folder != Path()))
-    changes, fits = ({}, []) if options.gpu is None else _for_gpu(model, options.gpu)
+    changes, fits = ({}, []) if options.gpu is None else _for_gpu(model, options.gpu, options.train)
     if options.gpu:  # perhaps not the memory of this machine
         of_card = f" model.device=cuda --memory-gb {options.gpu:g}"
     thinking = None if model is None else _thinking(model)
@@ -234,9 +246,10 @@ def _thinking(model: str) -> Thinking | None:
         return "unknown"
 
 
-def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
+def _for_gpu(model: str | None, gib: float, trained: Trained | None) -> tuple[dict[str, str], list[str]]:
     """The lines of the starter's recipe that are others for a model on a GPU with so much memory (0: that of this machine's GPU),
-    and what is printed about them. Raises ConfigError if the model cannot be trained there."""
+    and what is printed about them. `trained` is what is to be trained, if that is given. Raises ConfigError if the model cannot
+    be trained there."""
     if model is None:
         raise ConfigError("--gpu needs the model that is to be trained: turnwise init DIR --model MODEL --gpu 24")
     from turnwise.terminal.report import Terminal, stages
@@ -245,7 +258,7 @@ def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
         begin(f"reading {model}")
         from turnwise.doctor.fit import starter_plan  # torch
 
-        return starter_plan(model, gib or None, begin)
+        return starter_plan(model, gib or None, trained=trained, begin=begin)
 
 
 def _without_dots(path: Path, *, absolute: bool = False) -> Path:

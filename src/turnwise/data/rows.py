@@ -339,6 +339,26 @@ def read_rows(
     )
 
 
+def column_names(
+    source: str | Sequence[str],
+    *,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+    provides: Provides | None = None,
+) -> frozenset[str]:
+    """The names of the columns that the rows of `read_rows` have, also of records that are no rows: a column that is mapped and
+    missing counts.
+
+    Raises DataError if the records cannot be read.
+    """
+    mapping = {"prompt": "prompt", **(columns or {})}
+    found = (one.record for one, _, _ in islice(_all_records(source, split, subset, provides, limit), limit))
+    names = {name for record in found for name in record if name not in mapping.values()}
+    return frozenset((names | set(mapping)) - ({"prompt", "id"} & set(mapping)))
+
+
 def build_rows(
     source: str | Sequence[str],
     make: Callable[[SourceRecord, Path | None, DroppedNulls], Row],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,16 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.recipe import conversations, own_estimator, own_loss, row_arguments, tools_and_rewards
+from turnwise.doctor.recipe import (
+    conversations,
+    own_estimator,
+    own_loss,
+    reward_functions,
+    row_arguments,
+    tools_and_rewards,
+)
 from turnwise.doctor.template import openings, template_checks
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError, counted
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.options.algorithm import OwnCredit, OwnLoss
 from turnwise.options.schema import Config
@@ -75,6 +82,8 @@ def _checks(
         directory = template.read_directory(path, renderer)
     except TurnwiseError as error:
         yield wrong("model", error)
+        if config is not None:
+            yield from _of_recipe(config, None, None, begins)
         return
     yield from _of_template(renderer, directory, config)
     thinking = config.thinking if config is not None else "keep"
@@ -108,33 +117,49 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
     yield from template_checks(renderer, config, directory=directory, rows=rows)
 
 
-def _of_recipe(config: Config, renderer: Renderer, model: Any | None, begins: Callable[[str], None]) -> Iterator[Check]:
+def _of_recipe(
+    config: Config, renderer: Renderer | None, model: Any | None, begins: Callable[[str], None]
+) -> Iterator[Check]:
+    """The checks of rows, own functions and rewards; without a `renderer`, those that need none."""
     if fine_tunes(config):
         yield (check := _tried("rows", lambda: conversations(config)))
         read = assembly.conversations(config) if check.status != "fail" else []
-        if any(row.chat_template_kwargs for row in read):
+        if renderer is not None and any(row.chat_template_kwargs for row in read):
             yield _tried("arguments", lambda: row_arguments(config, read, renderer))
         return
+    rows, failed = None, "model"
     try:
         rows = assembly.rows(config)
         held_out = (
             assembly.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
         )
+        yield from _of_rows(config, [*rows, *held_out], renderer)
     except TurnwiseError as error:
         yield wrong("rows", error)
-        return
-    yield _tried("rows", lambda: openings(config, [*rows, *held_out], renderer))
-    if any(row.chat_template_kwargs for row in [*rows, *held_out]):
-        yield _tried("arguments", lambda: row_arguments(config, [*rows, *held_out], renderer))
+        rows, failed = None, "rows"
     if isinstance(config.credit, OwnCredit):
         yield _tried("estimator", lambda: own_estimator(config))
     if isinstance(config.loss, OwnLoss):
         yield _tried("loss", lambda: own_loss(config))
     begins("rewards")
     try:
-        yield from tools_and_rewards(config, rows, renderer, model)
+        if rows is not None and renderer is not None:
+            yield from tools_and_rewards(config, rows, renderer, model)
+        elif (check := reward_functions(config, failed)) is not None:
+            yield check
     except TurnwiseError as error:
         yield wrong("rewards", error)
+
+
+def _of_rows(config: Config, rows: Sequence[Row], renderer: Renderer | None) -> Iterator[Check]:
+    if renderer is None:
+        yield Check(
+            "rows", "note", f"{counted(len(rows), 'row')} can be read; not tried in the template, because model fails"
+        )
+        return
+    yield _tried("rows", lambda: openings(config, rows, renderer))
+    if any(row.chat_template_kwargs for row in rows):
+        yield _tried("arguments", lambda: row_arguments(config, rows, renderer))
 
 
 def _tried(name: str, check: Callable[[], Check]) -> Check:

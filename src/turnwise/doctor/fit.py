@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
+    ASLEEP_BYTES,
     OF_ENGINE,
-    SERVER_BYTES,
+    SERVER_CACHE,
     USABLE,
     Prediction,
     Workload,
@@ -25,6 +26,7 @@ from turnwise.doctor.memory import (
     kv_bytes_of_row,
     on_gpu,
     peak_check,
+    phases,
     predict,
     read_model_config,
     workload_of,
@@ -33,7 +35,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model, unreadable
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
 from turnwise.models.model_config import context_length
-from turnwise.options.engines import LimitsSection
+from turnwise.options.engines import LimitsSection, VllmEngineSection
 from turnwise.options.schema import Config
 
 MOST_TOKENS = 16384
@@ -45,6 +47,8 @@ LEAST_ROWS = 8
 """Conversations whose keys and values the cache must hold, so that sampling is not slower than training needs."""
 _CACHE_STEP = 0.1
 """GiB, to which the memory of the cache is rounded down."""
+_LEAST_SERVER = 1.0
+"""GiB of KV cache below which the starter's recipe names no server on the trainer's GPU."""
 
 
 def fitted(config: Config, model_config: Any, workload: Workload, *, section: str, gib: float) -> Config:
@@ -109,6 +113,14 @@ def completed(config: Config, workload: Workload, *, section: str, gib: float, n
 def cache_step(gib: float) -> float:
     """The memory of a cache as recipes have it: rounded down, at least 0.1 GiB."""
     return max(_CACHE_STEP, round(_CACHE_STEP * int(gib / _CACHE_STEP + 1e-6), 1))
+
+
+def server_cache(config: Config, model_config: Any, workload: Workload, *, gib: float) -> float:
+    """The GiB that are left for the KV cache of a server beside the trainer, on a GPU with so much memory."""
+    least = changed(config, ["engine", "memory_gb"], _CACHE_STEP)
+    both = phases(least, model_config, workload, section="train", card_gib=gib)
+    used = max(phase.gib for phase in both if any(part.name == SERVER_CACHE for part in phase.parts))
+    return USABLE * gib - used + _CACHE_STEP
 
 
 def least_tokens(workload: Workload) -> int:
@@ -189,9 +201,9 @@ def with_smallest(numbers: Sequence[str], section: str, workload: Workload) -> s
     return f", with the smallest micro-batch ({smallest})" if smallest in numbers else ""
 
 
-def least_gib(config: Config, model_config: Any, workload: Workload) -> float:
-    """The memory that the way which needs the least needs in a step, or for sampling with the cache of one conversation."""
-    least = with_way(config, WAYS[-1])
+def least_gib(config: Config, model_config: Any, workload: Workload, way: Way) -> float:
+    """The memory that a way needs in a step without its activations, or for sampling with the cache of one conversation."""
+    least = with_way(config, way)
     row = kv_bytes_of_row(least, model_config, workload.tokens)
     sampling = held_bytes(least, model_config, "train", "sampling") + row
     return max(held_bytes(least, model_config, "train"), sampling) / 2**30 / USABLE
@@ -213,7 +225,8 @@ _RANK = 32
 _AWAY = {"train.optimizer.offload": "sampling"}
 _RECOMPUTED = {"model.gradient_checkpointing": True}
 _KAHAN = {**_RECOMPUTED, "train.optimizer.master_weights": "kahan"}
-WAYS = (
+_EIGHT_BITS = {**_RECOMPUTED, "train.optimizer.name": "adamw_8bit"}
+_ALL_WEIGHTS = (
     Way("all weights", {}, "all weights are trained: weights, gradients and AdamW's state fit"),
     Way(
         "all weights, state away",
@@ -243,38 +256,65 @@ WAYS = (
         "all weights are trained; their rounding errors are kept in bfloat16 (Kahan), and AdamW's state is in the machine's "
         "memory but for a step, because float32 copies do not fit",
     ),
-    Way(
-        "LoRA",
-        {"model.lora.rank": _RANK, "model.lora.alpha": 2 * _RANK},
-        "an adapter is trained: gradients and AdamW's state of all weights do not fit",
-    ),
+)
+_ADAPTER: Mapping[str, Any] = {"model.lora.rank": _RANK, "model.lora.alpha": 2 * _RANK}
+_LORA = (
+    Way("LoRA", _ADAPTER, "an adapter is trained"),
     Way(
         "LoRA, checkpointing",
-        {"model.lora.rank": _RANK, "model.lora.alpha": 2 * _RANK, "model.gradient_checkpointing": True},
-        "an adapter is trained, and activations are computed again: neither AdamW's state of all weights nor all activations fit",
-    ),
-    Way(
-        "QLoRA",
-        {
-            "model.lora.rank": _RANK,
-            "model.lora.alpha": 2 * _RANK,
-            "model.gradient_checkpointing": True,
-            "model.quantization.bits": 4,
-        },
-        "an adapter is trained on weights in 4 bits: those in bfloat16 do not fit",
+        {**_ADAPTER, **_RECOMPUTED},
+        "an adapter is trained, and activations are computed again in the backward pass, because they do not fit",
     ),
 )
+_QLORA = Way(
+    "QLoRA",
+    {**_ADAPTER, **_RECOMPUTED, "model.quantization.bits": 4},
+    "an adapter is trained on weights in 4 bits, and activations are computed again in the backward pass",
+)
+WAYS = (*_ALL_WEIGHTS, *_LORA, _QLORA)
 """Ways to train a model, in the order of preference. Larger updates are learnt with more trained weights; each further way is
 slower or learns with less. Copying AdamW's state twice in a step takes less time than computing activations again; it fits into
 the memory of the machine if that has as much as the GPU."""
 OFFLOADED = Way(
     "all weights, AdamW's state on the CPU",
-    {"model.gradient_checkpointing": True, "train.optimizer.offload": "cpu"},
-    "all weights are trained; their float32 copies and AdamW's state are in the memory of the machine",
+    {**_RECOMPUTED, "train.optimizer.offload": "cpu"},
+    "all weights are trained; their float32 copies and AdamW's state are in the memory of the machine, where the step runs, "
+    "because AdamW's state in 8 bits does not fit either",
 )
-"""A way that is never chosen: only its user knows the memory of the machine, and a step waits for copies in both directions."""
+"""A way that is chosen only if all weights are to be trained: its user knows the memory of the machine, and a step waits for
+copies in both directions."""
+Trained = Literal["all", "lora", "qlora"]
+"""What `turnwise init --train` names."""
+WAYS_OF: Mapping[Trained, Sequence[Way]] = {
+    "all": (
+        *_ALL_WEIGHTS,
+        Way(
+            "all weights, 8 bits",
+            _EIGHT_BITS,
+            "all weights are trained; AdamW's state has 8 bits, and activations are computed again, because 32 bits do not fit, "
+            "not even with Kahan's sums",
+        ),
+        Way(
+            "all weights, 8 bits, state away",
+            {**_EIGHT_BITS, **_AWAY},
+            "all weights are trained; AdamW's state has 8 bits and is in the machine's memory but for a step, because it does "
+            "not fit otherwise",
+        ),
+        OFFLOADED,
+    ),
+    "lora": _LORA,
+    "qlora": (
+        Way(
+            "QLoRA, no checkpointing",
+            {**_ADAPTER, "model.quantization.bits": 4},
+            "an adapter is trained on weights in 4 bits",
+        ),
+        _QLORA,
+    ),
+}
+"""The ways of each kind, in the order of preference; the last needs the least memory."""
 OFFLOADED_BYTES = 12
-"""What it needs of the machine's memory for each parameter."""
+"""What `OFFLOADED` needs of the machine's memory for each parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +330,6 @@ class Plan:
     """The parameters of the model."""
     rows: int
     """Conversations whose keys and values fit at the same time."""
-    beside: float
-    """GiB that the KV cache of a vLLM server has beside the trainer on the same GPU, if the server sleeps during updates;
-    negative if the server does not fit."""
 
 
 Begin = Callable[[str], None]
@@ -330,7 +367,8 @@ def tried(way: Way, config: Config, model_config: Any, workload: Workload, *, gi
 
 def with_way(config: Config, way: Way) -> Config:
     """The recipe with the options of a way in bfloat16, and without those of the others."""
-    tree = {name: None for one in WAYS for name in one.options} | {"model.dtype": "bfloat16", **way.options}
+    every = (*WAYS, *(one for ways in WAYS_OF.values() for one in ways))
+    tree = {name: None for one in every for name in one.options} | {"model.dtype": "bfloat16", **way.options}
     defaults = Config.model_validate({"model": {"path": "m"}, "data": {"train": "rows"}})
     for name, value in tree.items():
         names = name.split(".")
@@ -360,14 +398,13 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
     if embedded is None or embedded.memory_gb is None or embedded.memory_gb * 2**30 < least:
         return None
     cache = embedded.memory_gb * 2**30
-    count, size = empty_parameters(config, model_config)
+    count, _ = empty_parameters(config, model_config)
     return Plan(
         way=way,
         config=known,
         gib=update / 2**30,
         parameters=count,
         rows=max(1, int(cache / row)) if row else workload.conversations,
-        beside=(limit - sampling - size - SERVER_BYTES) / 2**30,
     )
 
 
@@ -392,6 +429,16 @@ CONTEXTS = (4096, 2048, 1024)
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What there is with a vLLM server on the trainer's GPU that sleeps during updates."""
+
+    cache: float
+    """GiB of the server's KV cache."""
+    micro_batch_tokens: int
+    """The most with which an update fits beside the sleeping server, and not more than without it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Starter:
     """What the starter's recipe has for a model and a card."""
 
@@ -401,28 +448,35 @@ class Starter:
     """The longest of `CONTEXTS` with which the plan fits, or the model's longest context."""
     least: float
     """The memory, in GiB, below which nothing fits."""
+    beside: Beside | None = None
+    """None: no vLLM server fits on the same GPU."""
 
 
 def starter(
     path: str, model_config: Any, gib: float, *, ways: Sequence[Way] = WAYS, begin: Begin = lambda text: None
 ) -> Starter:
-    """The way to train that `turnwise init --gpu` writes. `path` is the model, `gib` the memory of the GPU."""
+    """The way to train that `turnwise init --gpu` writes, one of `ways`, of which the last needs the least memory. `path` is the
+    model, `gib` the memory of the GPU."""
     base = Config.model_validate({"model": {"path": path, "device": "cuda"}, "data": {"train": "train.jsonl"}})
     longest = context_length(model_config.to_dict()) or CONTEXTS[0]
     contexts = sorted({min(longest, context) for context in CONTEXTS}, reverse=True)
     works = [Workload(conversations=_BATCH * _GROUP, tokens=context) for context in contexts]
-    least = least_gib(base, model_config, works[-1])
+    least = least_gib(base, model_config, works[-1], ways[-1])
     for workload in works if least <= gib else ():
         if (plan := choose(base, model_config, workload, gib=gib, ways=ways, begin=begin)) is not None:
-            return Starter(plan, workload.tokens, least)
+            beside = beside_server(plan, workload.tokens, model_config, gib)
+            return Starter(plan, workload.tokens, least, beside)
     return Starter(None, contexts[-1], least)
 
 
-def starter_plan(path: str, gib: float | None, begin: Begin = lambda text: None) -> tuple[dict[str, str], list[str]]:
+def starter_plan(
+    path: str, gib: float | None, *, trained: Trained | None = None, begin: Begin = lambda text: None
+) -> tuple[dict[str, str], list[str]]:
     """For `turnwise init --gpu`: the lines of the starter's recipe that are others, and lines to print.
 
-    `gib` is the memory of the GPU; None: what is free on that of this machine. `begin` shows what is tried. Raises ConfigError if
-    the model's configuration cannot be read, if there is no GPU to ask, or if nothing fits.
+    `gib` is the memory of the GPU; None: what is free on that of this machine. `trained`: what is to be trained; None: the first
+    of `WAYS` that fits. `begin` shows what is tried. Raises ConfigError if the model's configuration cannot be read, if there is
+    no GPU to ask, or if nothing fits.
     """
     if gib is not None:
         card = f"a GPU with {gib:g} GiB"
@@ -438,15 +492,35 @@ def starter_plan(path: str, gib: float | None, begin: Begin = lambda text: None)
             model_config = read_model_config(path)
     except Failed as failed:
         raise ConfigError(f"--model {path}: {unreadable('model configuration', path, failed)}") from failed
-    found = starter(path, model_config, gib, begin=begin)
+    found = starter(path, model_config, gib, ways=WAYS if trained is None else WAYS_OF[trained], begin=begin)
     if (plan := found.plan) is not None:
         begin(f"computing the memory of a step with {plan.way.name}")
         lines = [f"{path} on {card}: {plan.way.name}, {starter_check(plan, found.context, model_config, gib).text}\n"]
-        return starter_lines(plan, found.context, gib), lines
-    raise ConfigError(
-        f"--model {path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its "
-        f"activations, with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
+        return starter_lines(found, gib, trained), lines
+    kinds = list(WAYS_OF)
+    smaller = kinds[kinds.index(trained or kinds[-1]) + 1 :]  # each kind needs less than those before
+    others = ((kind, starter(path, model_config, gib, ways=WAYS_OF[kind], begin=begin)) for kind in smaller)
+    fitting = next(
+        (
+            f"--train {kind}, which fits ({other.plan.way.name}, with conversations of {other.context:,} tokens), "
+            for kind, other in others
+            if other.plan is not None
+        ),
+        "",
     )
+    raise ConfigError(
+        f"--model {path} does not fit on {card}{'' if trained is None else f' with --train {trained}'}: even "
+        f"{_LEAST_WAY[trained or 'qlora']} needs {found.least:.1f} GiB and its activations, with conversations of "
+        f"{found.context:,} tokens. Use {fitting}a smaller model, or several GPUs (docs/cluster.md)"
+    )
+
+
+_LEAST_WAY: Mapping[Trained, str] = {
+    "all": "the training of all weights with checkpointing and with AdamW's state in the machine's memory",
+    "lora": "an adapter with checkpointing",
+    "qlora": "an adapter on weights in 4 bits",
+}
+"""The last of `WAYS_OF` in words."""
 
 
 def starter_recipe(plan: Plan, context: int) -> Config:
@@ -463,13 +537,36 @@ def starter_check(plan: Plan, context: int, model_config: Any, gib: float) -> Ch
     return peak_check(config, model_config, workload, section="train", limit=gib, card_gib=gib)
 
 
-def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
-    """The lines of the starter's recipe by those that they replace. `gib` is the memory of the GPU."""
+def beside_server(plan: Plan, context: int, model_config: Any, gib: float) -> Beside | None:
+    """What the starter's recipe has with a sleeping vLLM server on the same GPU; None if there is no room for it, or if the
+    weights have 4 bits, which servers do not get."""
+    if "model.quantization.bits" in plan.way.options:
+        return None
+    config = changed(
+        starter_recipe(plan, context), ["engine"], VllmEngineSection(name="vllm", sleep=True, memory_gb=_LEAST_SERVER)
+    )
+    workload = workload_of(config, model_config, "train")
+    needs, limit = _of_process(config, model_config, workload, "train", gib), USABLE * gib * 2**30
+    if needs.update(config) > limit:  # the sleeping server keeps a part of its memory
+        config = changed(config, ["train", "micro_batch_tokens"], None)
+    tokens, update = _micro_batch(config, workload, "train", gib, needs)
+    if update > limit:
+        return None
+    config = changed(config, ["train", "micro_batch_tokens"], tokens)
+    cache = server_cache(config, model_config, workload, gib=gib)
+    return Beside(cache, tokens) if cache >= _LEAST_SERVER else None
+
+
+def starter_lines(found: Starter, gib: float, trained: Trained | None = None) -> dict[str, str]:
+    """The lines of the starter's recipe, which has a plan, by those that they replace. `gib` is the memory of the GPU, `trained`
+    what was asked for."""
+    plan, context = found.plan, found.context
+    assert plan is not None
     options, lora = plan.way.options, "model.lora.rank" in plan.way.options
     known = plan.config
     assert known.engine.embedded is not None
     kept = "the adapter is float32" if lora else "the optimizer keeps what bfloat16 would round away"
-    model = [f"  # {plan.way.reason}", f"  dtype: bfloat16 # {kept}"]
+    model = [*(f"  # {line}" for line in _why(plan.way, context, trained)), f"  dtype: bfloat16 # {kept}"]
     if lora:
         model.append(f"  lora: {{rank: {_RANK}, alpha: {2 * _RANK}}}")
     if "model.quantization.bits" in options:
@@ -482,19 +579,18 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
         f"  micro_batch_tokens: {known.train.micro_batch_tokens} # {_why_so_many(known.train.micro_batch_tokens, gib)}",
     ]
-    if optimizer := {name.rpartition(".")[2]: value for name, value in options.items() if "optimizer" in name}:
-        why = ["kahan: 2 bytes for each parameter instead of 4"] if "master_weights" in optimizer else []
-        if "offload" in optimizer:
-            bytes_each = 8 + (2 if why else 4)
-            gigabytes = bytes_each * plan.parameters / 2**30
-            why.append(f"sampling: {gigabytes:.1f} GiB or more of the machine's memory, in two copies for each step")
-        chosen = ", ".join(f"{name}: {value}" for name, value in optimizer.items())
-        train.append(f"  optimizer: {{{chosen}}} # {'; '.join(why)}")
+    fewer = found.beside is not None and found.beside.micro_batch_tokens != known.train.micro_batch_tokens
+    if found.beside is not None and fewer:
+        train.append(
+            f"  # micro_batch_tokens: {found.beside.micro_batch_tokens} # instead, with vLLM on the same GPU (below): the server "
+            f"keeps about {ASLEEP_BYTES / 2**30:g} GiB during an update"
+        )
+    train += _optimizer_line(plan)
     engine = [
         "correction: {action: truncate} # in bfloat16, trainer and engine round differently (docs/losses.md)",
         f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GiB of KV cache, for {plan.rows} conversations of {context} "
         f"tokens at a time, more if they are shorter",
-        _vllm(plan),
+        _vllm(plan, found.beside, fewer=fewer),
     ]
     return {
         "  # lora: {rank: 16} # train a LoRA adapter instead of all weights (docs/memory.md)": "\n".join(model),
@@ -502,6 +598,43 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
         "  lr: 3.0e-4 # for a model with billions of parameters: about 1.0e-6": "\n".join(train),
         "# engine: {name: vllm} # sample with vLLM instead of the embedded engine (docs/engines.md)": "\n".join(engine),
     }
+
+
+def _why(way: Way, context: int, trained: Trained | None) -> list[str]:
+    """Lines that say why the way was chosen, and what was tried before it."""
+    if trained is not None:
+        return [f"{way.reason} (--train {trained})"]
+    if way in _ALL_WEIGHTS:
+        return [way.reason]
+    others = (
+        "neither all weights nor an adapter on weights in bfloat16 fit" if way == _QLORA else "all weights do not fit"
+    )
+    return [
+        f"{way.reason};",
+        f"{others} with conversations of {context:,} tokens: tried for all weights were AdamW, also with gradient_checkpointing,",
+        "master_weights: kahan and offload: sampling; `turnwise init --train all` also tries adamw_8bit and offload: cpu",
+    ]
+
+
+def _optimizer_line(plan: Plan) -> list[str]:
+    """The options of the optimizer that a way has, and what they need."""
+    optimizer = {
+        name.rpartition(".")[2]: value
+        for name, value in plan.way.options.items()
+        if name.startswith("train.optimizer.")
+    }
+    if not optimizer:
+        return []
+    eight, kahan = optimizer.get("name") == "adamw_8bit", "master_weights" in optimizer
+    why = ["kahan: 2 bytes for each parameter instead of 4"] if kahan else []
+    if eight:
+        why.append("adamw_8bit: 2 bytes for each parameter instead of 8 (pip install 'turnwise[8bit]')")
+    gigabytes = ((2 if eight else 8) + (2 if kahan else 4)) * plan.parameters / 2**30
+    if optimizer.get("offload") == "sampling":
+        why.append(f"sampling: {gigabytes:.1f} GiB or more of the machine's memory, in two copies for each step")
+    elif "offload" in optimizer:
+        why.append(f"cpu: {gigabytes:.1f} GiB of the machine's memory")
+    return [f"  optimizer: {{{', '.join(f'{name}: {value}' for name, value in optimizer.items())}}} # {'; '.join(why)}"]
 
 
 def _many(parameters: int) -> str:
@@ -515,18 +648,18 @@ def _why_so_many(tokens: int | None, gib: float) -> str:
     return f"the most with which an update fits into {USABLE:.0%} of {gib:.3g} GiB"
 
 
-def _vllm(plan: Plan) -> str:
-    """The comment of the starter's recipe on sampling with vLLM."""
+def _vllm(plan: Plan, beside: Beside | None, *, fewer: bool) -> str:
+    """The comment of the starter's recipe on sampling with vLLM. `fewer`: with another micro-batch, which the recipe names."""
     if "model.quantization.bits" in plan.way.options:
         return "# engine: {name: vllm} is not possible with weights in 4 bits"
-    gigabytes = int(plan.beside * 10) / 10
-    if gigabytes < 1:
+    if beside is None:
         return (
             "# engine: {name: vllm} does not fit on the same GPU beside the trainer: engine.devices names another GPU"
         )
     return (
-        f"# engine: {{name: vllm, python: ~/vllm/bin/python, sleep: true, memory_gb: {gigabytes}}} # instead: samples faster, in "
-        f"what the trainer leaves free meanwhile (docs/engines.md)"
+        f"# engine: {{name: vllm, python: ~/vllm/bin/python, sleep: true, memory_gb: {cache_step(beside.cache)}}} # instead"
+        f"{', with the other micro_batch_tokens' if fewer else ''}: samples faster, in what the trainer leaves free meanwhile "
+        f"(docs/engines.md)"
     )
 
 

@@ -33,12 +33,12 @@ from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import DEFAULT_CACHE_GB, LARGE_CACHE
 from turnwise.engines.local.fused import fused_packed_bytes, unsupported_reason
 from turnwise.engines.local.row_cache import bytes_kept
-from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary, counted
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models import cpu, kernels
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
+from turnwise.models.device import gpu_memory, known_dtype, sees_gpu, uses_gpu
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
@@ -47,6 +47,7 @@ from turnwise.models.precision import autocast, output_layer_in_float32
 from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.models.vision import VisionAdapter
 from turnwise.options.algorithm import LoraSection, OptimizationSection, OptimizerSection
+from turnwise.options.engines import SglangEngineSection
 from turnwise.options.schema import Config
 from turnwise.training import flash_tree
 from turnwise.training.batch import default_micro_batch_tokens
@@ -550,8 +551,11 @@ def kv_bytes(config: Config, model_config: Any, tokens: int, *, dtype: str) -> f
 
 
 def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | None:
-    """How many conversations the embedded engine's cache holds at once, what a token takes of it, and what becomes of the others;
-    None if no such engine is in the trainer's process."""
+    """How many conversations the embedded engine's cache holds at once, what a conversation takes of it, and what becomes of the
+    others; None if no such engine is in the trainer's process.
+
+    Example: `40 of 128 conversations (of 3,328 tokens, kept as rows of 4,096; 112 KiB a token), more if they are shorter; ...`
+    """
     engine = config.engine.embedded
     if engine is None or config.runs_conversations_elsewhere is not None:
         return None
@@ -560,9 +564,21 @@ def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | 
     token = one - states
     started = min(workload.conversations * (config.train.max_staleness + 1), config.max_concurrent)
     # all rows have one length, and a row that does not double has what there is
-    whole, least = (token * tokens + states for tokens in (_row_tokens(workload.tokens), workload.tokens))
+    kept = _row_tokens(workload.tokens)
+    whole, least = (token * tokens + states for tokens in (kept, workload.tokens))
     rows = min(int(size // whole) or int(size >= least), engine.slots)
-    each = f"of {workload.tokens:,} tokens, {token / 2**10:.4g} KiB a token"
+    how = f"kept as rows of {kept:,}" if kept != workload.tokens and size >= whole else ""
+    return _holds(rows, started, _each(workload, how, token, states))
+
+
+def _each(workload: Workload, how: str, token: float, states: float) -> str:
+    """What a conversation takes of a cache; `how`: in which sizes, if in others than its tokens."""
+    each = f"of {workload.tokens:,} tokens{f', {how}; ' if how else ', '}{token / 2**10:.4g} KiB a token"
+    return f"{each} and {states / 2**20:.4g} MiB more" if states else each
+
+
+def _holds(rows: int, started: int, each: str) -> str:
+    """How many of the started conversations a cache holds, and what becomes of the others."""
     if rows >= started:
         return f"all {started} conversations ({each})"
     if not rows:
@@ -573,8 +589,34 @@ def cache_holds(config: Config, model_config: Any, workload: Workload) -> str | 
     )
 
 
+def server_cache_holds(config: Config, model_config: Any, workload: Workload, cache: float) -> str | None:
+    """`cache_holds` of all servers that a process starts, whose cache has so many bytes on each GPU. None if arguments of the
+    servers say how they keep keys and values.
+
+    vLLM divides a cache into blocks, and does not round up further.
+    """
+    engine = config.engine.servers
+    assert engine is not None
+    if any(word.startswith(("--kv-cache-dtype", "--block-size", "--page-size")) for word in engine.arguments):
+        return None
+    dtype = "bfloat16" if config.model.autocast else known_dtype(config)
+    states, one = (kv_bytes(config, model_config, tokens, dtype=dtype) for tokens in (0, 1))
+    block = 1 if isinstance(engine, SglangEngineSection) else _BLOCK if on_gpu(config) else _BLOCK_ON_CPU
+    kept = -(-workload.tokens // block) * block
+    servers = engine.replicas * engine.data_parallel
+    rows = servers * int(cache * engine.tensor_parallel // ((one - states) * kept + states))
+    most = config.cluster.workers.max_concurrent if config.cluster.launcher == "ray" else config.max_concurrent
+    how = f"in blocks of {block}" if kept != workload.tokens else ""
+    each = _each(workload, how, one - states, states)
+    if servers * engine.tensor_parallel > 1:
+        each += f"; {counted(servers, 'server')} with {counted(engine.tensor_parallel, 'device')}"
+    return _holds(rows, min(workload.conversations * (config.train.max_staleness + 1), most), each)
+
+
 # a server on the trainer's GPU
 
+_BLOCK, _BLOCK_ON_CPU = 16, 32
+"""Tokens of a block of vLLM's cache: its default, and what it is started with on a CPU."""
 SERVER_CACHE = "the server's KV cache"
 """The name of the part that `engine.memory_gb` sets."""
 SERVER_BYTES, ASLEEP_BYTES = 2 * 2**30, 2**30
@@ -878,7 +920,8 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection
 
 def not_predicted(failed: Failed) -> Check:
     """The check `memory` of a model whose configuration is missing, or that cannot run on tensors without contents."""
-    return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+    reason = " ".join(failed.failure.message.split())  # libraries write several lines
+    return Check("memory", "note", f"the memory of a training step cannot be predicted: {reason}")
 
 
 def peak_check(
@@ -887,14 +930,20 @@ def peak_check(
     """The predicted peak of a training step, compared with `limit` (GiB). `card_gib`: see `predict`."""
     update, sampling = phases(config, model_config, workload, section=section, card_gib=card_gib)
     found = max(update, sampling, key=lambda phase: phase.gib)
-    details = [("in GiB", found.text)]
     both = f"sampling {sampling.gib:.1f}, update {update.gib:.1f}; " if section == "train" else ""
     text = (
         f"predicted peak of a training step: {found.gib:.1f} GiB ({both}{workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
-    if section == "train" and (holds := cache_holds(config, model_config, workload)) is not None:
-        details.append(("the KV cache holds", holds))
+    details = [("in GiB", update.text)]
+    if section == "train":
+        details = [("sampling, in GiB", sampling.text), ("update, in GiB", update.text)]
+        holds = cache_holds(config, model_config, workload)
+        if cache := sum(part.bytes for part in sampling.parts if part.name == SERVER_CACHE):
+            beside = assembly.servers_beside_trainer(config) or 1
+            holds = server_cache_holds(config, model_config, workload, cache / beside)
+        if holds is not None:
+            details.append(("the KV cache holds", holds))
     return compared(text, found.gib, limit, details, gpu=on_gpu(config))
 
 

@@ -238,6 +238,16 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
 """Options whose value reaches plain data, and the function that computes that data from a recipe."""
 
 
+NULL_IS_A_VALUE = frozenset(
+    {
+        "model.lora.target_modules",
+        "train.steps",
+        *(f"reward.{kind}[].name" for kind in ("trajectory", "turns", "group", "batch")),
+    }
+)
+"""Options whose null stands for a value, so that one which makes no difference has this value: a recipe may write it down."""
+
+
 def schema(part: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """Every option, dotted; `tools[].timeout` is that of each tool. A reference is one option, whatever is in it."""
     for name, field in part.model_fields.items():
@@ -295,13 +305,16 @@ def take_effect(config: Config) -> Check:
     compared = {option: without for option, without in options.items() if option in EFFECTS}
     # once for all options whose effect the same function computes: some make the model without its weights
     own = {compute: _data(compute, config) for compute in {EFFECTS[option] for option in compared}}
-    idle = [
+    same = {
         option
         for option, without in compared.items()
         if without != config and own[EFFECTS[option]] == _data(EFFECTS[option], without)
-    ]
+    }
+    options = {option: without for option, without in options.items() if option not in same & NULL_IS_A_VALUE}
+    idle = [option for option in compared if option in same - NULL_IS_A_VALUE]
+    changing = len(compared) - len(same)
     summary = (
-        f"{len(options)} are set: {len(compared) - len(idle)} were left out one by one, and each changes what is built; the "
+        f"{len(options)} are set: {changing} were left out one by one, and each changes what is built; the "
         f"others act while a run goes on"
     )
     if idle:

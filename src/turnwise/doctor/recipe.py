@@ -14,7 +14,7 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
-from turnwise.errors import counted
+from turnwise.errors import TurnwiseError, counted
 from turnwise.options.algorithm import Grpo, OwnCredit, OwnLoss, Rloo
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
@@ -132,6 +132,26 @@ def rewards(config: Config, groups: Sequence[Group], *, scripted: bool) -> Check
         )
         return Check(name, "note", text)
     return Check(name, "ok", text)
+
+
+def reward_functions(config: Config, failed: str) -> Check | None:
+    """The check `rewards` where the check of the name `failed` fails, so that there are no conversations: whether each function
+    can be called with the columns of the data. None if the recipe has no function.
+
+    Raises ConfigError that names the function which cannot be called, and why.
+    """
+    scorer, columns = assembly.scorer(config), None
+    if not scorer.functions:
+        return None
+    with contextlib.suppress(TurnwiseError):  # the check `rows` reports it
+        columns = assembly.column_names(config)
+    if columns is not None:
+        scorer.refuse_other_columns(columns)
+    of_columns = "" if columns is not None else ", if the data has the columns that they need"
+    names = ", ".join(use.use for use in config.reward.functions)
+    return Check(
+        "rewards", "note", f"can be called{of_columns}: {names}; not tried in conversations, because {failed} fails"
+    )
 
 
 def own_estimator(config: Config) -> Check:

@@ -15,9 +15,17 @@ from turnwise import assembly
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor.check import Check
-from turnwise.doctor.fit import LEAST_ROWS, WAYS, cache_step, computed_numbers, fitted, value_of, with_smallest
+from turnwise.doctor.fit import (
+    LEAST_ROWS,
+    WAYS,
+    cache_step,
+    computed_numbers,
+    fitted,
+    server_cache,
+    value_of,
+    with_smallest,
+)
 from turnwise.doctor.memory import (
-    SERVER_CACHE,
     USABLE,
     Prediction,
     Workload,
@@ -29,7 +37,6 @@ from turnwise.doctor.memory import (
     not_predicted,
     on_gpu,
     peak_check,
-    phases,
     predict,
     read_model_config,
     server_parts,
@@ -227,7 +234,9 @@ def _tried(config: Config, options: Mapping[str, Any], memory: Memory, *, rows: 
     if held > memory.usable:  # known without a pass
         return Fitting(_values(options, other), held, fits=False)
     if options.get("engine.memory_gb") is _COMPUTED and other.engine.servers is not None:
-        other = _with_server_cache(other, memory)
+        known = completed(changed(other, ["engine", "memory_gb"], cache_step(0.0)), memory)
+        cache = server_cache(known, memory.model_config, memory.workload, gib=memory.gib)
+        other = changed(other, ["engine", "memory_gb"], cache_step(cache))
     other = completed(other, memory)
     values = _values(options, other)
     gib = predict(other, memory.model_config, memory.workload, section=memory.section, card_gib=memory.gib).gib
@@ -245,15 +254,6 @@ def completed(config: Config, memory: Memory) -> Config:
     if not memory.of_card:
         return config
     return fitted(config, memory.model_config, memory.workload, section=memory.section, gib=memory.gib)
-
-
-def _with_server_cache(config: Config, memory: Memory) -> Config:
-    """The recipe with the cache that a server beside the trainer can have."""
-    config = changed(config, ["engine", "memory_gb"], cache_step(0.0))
-    known = completed(config, memory)
-    both = phases(known, memory.model_config, memory.workload, section=memory.section, card_gib=memory.gib)
-    used = max(phase.gib for phase in both if any(part.name == SERVER_CACHE for part in phase.parts))
-    return changed(config, ["engine", "memory_gb"], cache_step(USABLE * memory.gib - used))
 
 
 def _values(options: Mapping[str, Any], config: Config) -> dict[str, Any]:

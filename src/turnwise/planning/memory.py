@@ -42,13 +42,13 @@ from turnwise.doctor.memory import (
     compared,
     default_tokens,
     empty_model,
-    kv_bytes,
     kv_cache_bytes,
     machine_gib,
     not_predicted,
     on_gpu,
     predict,
     read_model_config,
+    server_cache_holds,
     server_weights,
     weight_bytes,
     workload_of,
@@ -501,19 +501,13 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
                 if engine.eight_bits is None
                 else f" ({engine.quantization})"
             )
-        held = [] if cache is None else [_held(config, model_config, cache)]
-        return [PlanLine("memory of a server's device", rest), *held]
+        lines = [PlanLine("memory of a server's device", rest)]
+        beside = on_gpu(config) and not config.cluster.distributed and assembly.servers_beside_trainer(config)
+        if cache is not None and not beside:  # else the check of the memory says it
+            holds = server_cache_holds(config, model_config, workload_of(config, model_config, "train"), cache * 2**30)
+            lines += [] if holds is None else [PlanLine("the KV cache of servers holds", holds)]
+        return lines
     return []
-
-
-def _held(config: Config, model_config: Any, cache: float) -> PlanLine:
-    """How many conversations the cache (GiB) of each device of a server holds. The others wait."""
-    assert config.engine.servers is not None
-    tokens = workload_of(config, model_config, "train").tokens
-    one = kv_bytes(config, model_config, tokens, dtype=config.model.dtype) / config.engine.servers.tensor_parallel
-    return PlanLine(
-        "a server's KV cache holds", f"{cache * 2**30 / one:,.1f} conversations of {tokens:,} tokens; others wait"
-    )
 
 
 def _weights(config: Config, model_config: Any) -> float:

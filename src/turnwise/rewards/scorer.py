@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +68,10 @@ class Scorer:
 
         Raises ConfigError.
         """
-        columns = {name for row in rows for name in row.fields}
+        self.refuse_other_columns({name for row in rows for name in row.fields})
+
+    def refuse_other_columns(self, columns: Collection[str]) -> None:
+        """The same for the names of all columns. Raises ConfigError."""
         for reward in self.functions:
             reward.plan.refuse_unknown(columns, name=reward.source)
             for name, key in reward.plan.by_name:
