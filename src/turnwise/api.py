@@ -355,12 +355,20 @@ def _wait_for(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine. If an event loop is running in this thread, as in a notebook, it runs in another thread."""
     from turnwise.commands.command import Stops
 
+    if _loop_is_running():
+        return _in_thread(work)
+    with (
+        Stops() as stops
+    ):  # not while an exception is handled: each error of the run would be told as a consequence of it
+        return stops.run(work)
+
+
+def _loop_is_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with Stops() as stops:
-            return stops.run(work)
-    return _in_thread(work)
+        return False
+    return True
 
 
 def _in_thread(work: Coroutine[Any, Any, T]) -> T:

@@ -692,7 +692,7 @@ def test_calls_that_cannot_be_run_take_no_place() -> None:
 
 
 def test_a_conversation_makes_no_more_calls_than_its_bound() -> None:
-    """Over its turns; refused calls and those that cannot be run take no place."""
+    """Over its turns, those that cannot be run too; a call that was for the next turn takes no place."""
     made: list[int] = []
 
     async def note() -> str:
@@ -706,9 +706,9 @@ def test_a_conversation_makes_no_more_calls_than_its_bound() -> None:
     tools = Tools([note], max_parallel_calls=2, max_calls=3)
     strange = ToolCall(id="call_y", name="nothing", arguments={}, text="")
     assert errors(tools, *calls_of("note", 3)) == [None, None, "parallel"]
-    assert errors(tools, strange, *calls_of("note", 2)) == ["unknown_tool", None, "max_calls"]
+    assert errors(tools, strange, *calls_of("note", 2)) == ["unknown_tool", "max_calls", "max_calls"]
     assert errors(tools, *calls_of("note", 1)) == ["max_calls"]
-    assert len(made) == 3
+    assert len(made) == 2
     assert errors(Tools([note], max_calls=3), *calls_of("note", 1)) == [None]  # another conversation
     with pytest.raises(ConfigError, match="max_calls=0 is not allowed;"):
         Tools([note], max_calls=0)

@@ -88,6 +88,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
     scorer = Scorer(trajectory=[TrajectoryReward("judge", lambda one: rewards[one.id])])
     asyncio.run(scorer.score(groups))
     metrics = conversation_metrics(groups)
+    lengths = (len(good + bad) + 1 + 4, 4, 2 * (len(good) + 1))  # of the finished ones, in bytes
     assert metrics == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(2 / 3)),
@@ -99,6 +100,8 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "tool_calls/mean": pytest.approx(4 / 3),
         "tool_errors/mean": pytest.approx(1 / 3),
         "tokens/sampled": sum(one.sampled_tokens for group in groups for one in group.trajectories),
+        "tokens/mean": pytest.approx(sum(lengths) / 3),
+        "tokens/max": max(lengths),
         "tokens/all": sum(len(segment) for group in groups for one in group.trajectories for segment in one.segments),
         "entropy": None,  # nothing was sampled
         "reward/correlation": None,  # there is one reward function
@@ -251,7 +254,7 @@ def test_a_name_of_trl_verl_or_an_earlier_version_leads_to_the_name_here() -> No
     assert metric_hint("reward") == metric_hint("critic/rewards/mean") == "; its name here is reward/mean"
     assert metric_hint("frac_reward_zero_std") == "; its name here is groups/zero_std"
     assert metric_hint("reward/judge") == "; its name here is rewards/judge/mean"
-    assert metric_hint("completions/mean_length") == "; the nearest metric here is tokens/sampled"
+    assert metric_hint("completions/mean_length") == "; the nearest metric here is tokens/mean"
     assert metric_hint("grad_nrm") == "; did you mean grad_norm"
     assert metric_hint("qqq") == ""
     lower = (

@@ -34,7 +34,7 @@ from turnwise.compat.swift.read_arguments import (
     SwiftRecipeBuilder,
     parse_argument,
 )
-from turnwise.compat.trl_script import TrainingScript, definitions, read_script
+from turnwise.compat.trl_script import TrainingScript, definitions, program, read_script
 from turnwise.config.recipe import called_here
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest
@@ -356,6 +356,8 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
         super().__init__(given)
         self.copied: list[str] = []
         """The functions of the script that are to be copied into `_BESIDE`, in its folder."""
+        self.writes: list[str] = []
+        """The statements that write the script's data sets, for `_ROWS` in its folder."""
         values = given.values
         self.trainer: Trainer = given.trainer or (
             "gkd"
@@ -392,8 +394,10 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
             super().reject(key, reason, changes_training=changes_training, even_default=even_default)
 
     def _files(self) -> dict[Path, str]:
-        text = definitions(self.given.path, self.copied) if self.copied else None
-        return {} if text is None else {self.given.path.parent / _BESIDE: text}
+        functions = definitions(self.given.path, self.copied) if self.copied else None
+        rows = program(self.given.path, self.writes) if self.writes else None
+        texts = {_BESIDE: functions, _ROWS: rows}
+        return {self.given.path.parent / name: text for name, text in texts.items() if text is not None}
 
     def report(self) -> ConversionReport:
         """The report, with the names that the user wrote."""
@@ -745,14 +749,26 @@ def _convert_script_data(builder: TrlRecipeBuilder) -> bool:
         name, _, split = script.hub.get(key, "").rpartition(":")
         if not name:
             builder.set(option, file, key)
-            write = f"{text}.to_json({file!r})"
-            reason = f"the file must be written once: in {builder.given.path}, where the trainer is made, {write}"
-            builder.assume(option, file, reason)
+            builder.assume(option, file, _written_by(builder, f"{text}.to_json({file!r})"))
             continue
         builder.set(option, name, key)
         if split:
             builder.set("data.split" if option == "data.train" else "data.eval_split", split, key)
     return True
+
+
+_ROWS = "my_rows.py"
+
+
+def _written_by(builder: TrlRecipeBuilder, statement: str) -> str:
+    """What writes a data set of the script as a file: a program that `--out` writes, or a line to be added."""
+    program_file = builder.given.path.parent / _ROWS
+    if program(builder.given.path, [statement]) is None:
+        return f"the file must be written once: in {builder.given.path}, where the trainer is made, {statement}"
+    if program_file.exists():
+        return f"{program_file} must write the file ({statement}), and is left as it is: run it once"
+    builder.writes.append(statement)
+    return f"`python {program_file}`, which --out writes, writes the file: run it once ({statement})"
 
 
 _REWARDS: Mapping[str, dict[str, Any]] = {

@@ -183,6 +183,20 @@ def definitions(path: Path, names: Collection[str]) -> str | None:
     return "\n".join(parts) + "\n"
 
 
+def program(path: Path, statements: Sequence[str]) -> str | None:
+    """A program that runs statements on names of the script: its `definitions` of them, and the statements. None if a name is not
+    defined at the top of the script, or needs a trainer.
+
+    Raises ConfigError if the script cannot be read.
+    """
+    body = ast.parse(read_text(path, error=ConfigError)).body
+    names = {one.id for one in ast.walk(ast.parse("\n".join(statements))) if isinstance(one, ast.Name)}
+    if not names <= {name for node in body for name in _bound(node)}:
+        return None
+    text = definitions(path, sorted(names))
+    return None if text is None else "\n".join([text, *statements, ""])
+
+
 def _bound(node: ast.stmt) -> list[str]:
     """The names that a statement at the top of a script defines, imports or assigns."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -243,7 +243,7 @@ class ToolCallsSection(Section):
     max_parallel_calls: Positive | None = None
     """Most calls run in a turn; further ones get an error."""
     max_calls: Positive | None = None
-    """Most calls run in a conversation; further ones get an error."""
+    """Most calls in a conversation, also malformed ones; further ones are not run, and get an error."""
     max_tool_response_length: Positive | None = None
     """Longest result. Null: a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"

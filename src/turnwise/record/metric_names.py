@@ -195,7 +195,14 @@ METRICS = (
     ),
     Metric(
         "tokens/sampled", "tokens", f"sum over {_ALL}", "Tokens that the model sampled.",
+    ),
+    Metric(
+        "tokens/mean", "tokens", _FINISHED, "Tokens that the model sampled in a conversation.",
         near=("completions/mean_length", "completions/mean_terminated_length", "response_length/mean", "completion_length"),
+    ),
+    Metric(
+        "tokens/max", "tokens", f"maximum over {_FINISHED}", "The most tokens that it sampled in one.",
+        near=("completions/max_length", "completions/max_terminated_length", "response_length/max"),
     ),
     Metric(
         "tokens/all", "tokens", f"sum over {_ALL}",

@@ -86,6 +86,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "tool_calls/mean": mean([sum(len(turn.calls) for turn in trajectory.turns) for trajectory in finished]),
         "tool_errors/mean": mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
         "tokens/sampled": sum(trajectory.sampled_tokens for trajectory in trajectories),
+        "tokens/mean": mean([trajectory.sampled_tokens for trajectory in finished]),
+        "tokens/max": max((trajectory.sampled_tokens for trajectory in finished), default=None),
         "tokens/all": sum(len(segment) for trajectory in trajectories for segment in trajectory.segments),
         "entropy": _entropy(finished),
         "engine/prefix_hit_rate": _prefix_hit_rate(trajectories),

@@ -717,6 +717,49 @@ def test_functions_of_a_script_that_trains_are_written_with_what_they_use(
     assert report.files == {}
 
 
+ROWS = """from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+questions = [{"prompt": f"{a} + 1?", "answer": str(a + 1)} for a in range(10)]
+dataset = Dataset.from_list(questions)
+dataset = dataset.train_test_split(test_size=0.2, seed=0)
+trainer = GRPOTrainer(
+    model="m", reward_funcs=[accuracy_reward], args=GRPOConfig(max_steps=2, eval_strategy="steps", eval_steps=1),
+    train_dataset=dataset["train"], eval_dataset=dataset["test"],
+)
+trainer.train()
+"""
+
+
+def test_rows_of_a_script_are_written_by_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("flat.py").write_text(ROWS)
+    main(["convert", "--from", "trl", "flat.py", "--out", "recipe.yaml"])
+    assert "assumed: data.train='train.jsonl': `python my_rows.py`, which --out writes" in capsys.readouterr().out
+    written = Path("my_rows.py").read_text()
+    assert "trl" not in written
+    exec(written, {})
+    files = [Path(name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl")]
+    assert [len(lines) for lines in files] == [8, 2]
+    assert json.loads(files[0][0]).keys() == {"prompt", "answer"}
+    report = from_trl_arguments(["flat.py"])
+    assert report.files == {}  # what the user may have changed stays
+    assert any("my_rows.py must write the file (dataset['train']." in str(one) for one in report.assumptions)
+    Path("my_rows.py").unlink()
+    Path("flat.py").write_text(ROWS.replace("dataset = dataset.train", "dataset = GRPOTrainer(dataset).train"))
+    assert from_trl_arguments(["flat.py"]).files == {}
+    of_function = ROWS.replace("trainer =", "def run():\n  rows = dataset\n  trainer =").replace(
+        'dataset["train"]', "rows"
+    )
+    Path("flat.py").write_text(of_function.replace("trainer.train()", "  trainer.train()"))
+    report = from_trl_arguments(["flat.py"])
+    told = [str(one) for one in report.assumptions]
+    assert any("in flat.py, where the trainer is made, rows.to_json('train.jsonl')" in one for one in told), told
+
+
 def test_a_script_that_may_be_imported_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main = "if __name__ == '__main__':\n    " + TRAINER.format(data="dataset.map(len)")

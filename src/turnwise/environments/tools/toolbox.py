@@ -64,7 +64,7 @@ class Tools:
         self._max_parallel_calls = max_parallel_calls
         self._max_calls = max_calls
         self._made = 0
-        """The calls of the conversation that were run so far, if `max_calls` bounds them."""
+        """The calls of the conversation so far, if `max_calls` bounds them."""
         self._inner = then if then is not None else SingleTurn()
         all_tools = [tool for item in ready for tool in (item.tools if isinstance(item, Toolbox) else (item,))]
         self._tools = {tool.name: tool for tool in all_tools}
@@ -143,7 +143,7 @@ class Tools:
             raise Failed(Failure("environment", "; ".join(messages)))
 
     async def _answer(self, calls: Sequence[ToolCall], offered: Sequence[ToolSchema]) -> list[Answer]:
-        """Run calls concurrently. Calls beyond the bounds get an error; calls that cannot be run do not count.
+        """Run calls concurrently. Calls beyond the bounds get an error.
 
         `offered` are the tools that the model was offered: an outer environment may have withdrawn some.
         """
@@ -151,7 +151,7 @@ class Tools:
         runnable = [
             call for call in calls if call.error is None and call.name in self._tools and call.name not in withdrawn
         ]
-        refused = self._beyond_bounds(runnable)
+        refused = self._beyond_bounds(calls, runnable)
 
         async def answer(call: ToolCall) -> Answer:
             return refused[id(call)] if id(call) in refused else await self._run(call, withdrawn)
@@ -165,10 +165,10 @@ class Tools:
             for task in tasks:
                 task.cancel()  # if this task is cancelled, some calls may still run
 
-    def _beyond_bounds(self, runnable: Sequence[ToolCall]) -> dict[int, Answer]:
-        """The answers to the calls of a turn that are not run, by the identity of the call. The others count as made."""
+    def _beyond_bounds(self, calls: Sequence[ToolCall], runnable: Sequence[ToolCall]) -> dict[int, Answer]:
+        """The answers to the calls of a turn that are beyond a bound, by the identity of the call. All others count as made, also
+        those that cannot be run: a bound on the conversation is one on what the model tries."""
         most, refused = self._max_parallel_calls, dict[int, Answer]()
-        run = list(runnable)
         if most is not None:
             for call in runnable[most:]:
                 text = (
@@ -176,16 +176,15 @@ class Tools:
                     f"This call was not run; make it in your next turn"
                 )
                 refused[id(call)] = failed(call, "parallel", text)
-            run = run[:most]
         if self._max_calls is not None:
-            left = self._max_calls - self._made
-            for call in run[left:]:
+            made = [call for call in calls if id(call) not in refused]
+            for call in made[max(0, self._max_calls - self._made) :]:
                 text = (
                     f"at most {self._max_calls} tool call{'s' * (self._max_calls != 1)} can be made in this conversation. "
                     f"This call was not run; go on without tools"
                 )
                 refused[id(call)] = failed(call, "max_calls", text)
-            self._made += len(run[:left])
+            self._made += len(made)
         return refused
 
     async def _run(self, call: ToolCall, withdrawn: Set[str]) -> Answer:
