@@ -694,6 +694,17 @@ def test_several_metrics_of_a_run_are_columns_of_one_table(run: Path) -> None:
     assert table == ["  step  reward/mean    mine", "     1         0.25    null", "    10          0.5    null"]
 
 
+def test_a_metric_has_the_name_that_it_has_in_another_library(run: Path) -> None:
+    console = Console(width=160, no_color=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "groups/zero_std": 0.25, "tokens/mean": 9.0}\n')
+    with console.capture() as captured:
+        show_metrics(console, run, ["frac_reward_zero_std"])
+    assert captured.get().startswith("groups/zero_std: ")
+    assert captured.get().splitlines()[-1].split() == ["1", "0.25"]
+    with pytest.raises(RunError, match=r"completions/mean_length is .*; the nearest metric here is tokens/mean"):
+        show_metrics(console, run, ["completions/mean_length"])  # not quite the same
+
+
 def test_metrics_that_are_not_there_are_named_after_those_that_are(run: Path) -> None:
     console = Console(width=160, no_color=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "rewards/long/mean": 1.0}\n')

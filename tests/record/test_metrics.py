@@ -282,7 +282,7 @@ def test_a_name_elsewhere_leads_to_one_metric_only_and_no_name_is_listed_twice()
     assert not {*names} & {*others}
 
 
-def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_here(
+def test_show_prints_a_metric_by_its_name_elsewhere_too_and_refuses_an_unknown_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n')
@@ -297,10 +297,12 @@ def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_
         show_metrics(Console(), tmp_path, ["lr"], form=form)
         assert "0.00023999999999999998" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    show_metrics(Console(), tmp_path, ["reward"])  # its name elsewhere
+    assert capsys.readouterr().out.splitlines()[-1] == "     1  0.5"
     with pytest.raises(
-        RunError, match=r"^reward is not a metric in .*; its name here is reward/mean\. .*: step, reward/mean"
+        RunError, match=r"^rewards is not a metric in .*; did you mean reward/mean\. .*: step, reward/mean"
     ):
-        show_metrics(Console(), tmp_path, ["reward"])
+        show_metrics(Console(), tmp_path, ["rewards"])
     with pytest.raises(RunError, match=r"evaluations.jsonl has no metrics: it is missing or empty"):
         show_metrics(Console(), tmp_path, ["reward/mean"], evaluation=True)
     assert main(["show", str(tmp_path), "--metric", "reward/mean", "--worst", "3"]) == 1

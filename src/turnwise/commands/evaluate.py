@@ -134,11 +134,12 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
     started = time.perf_counter()
     place = options.out.absolute()  # user code may change the working directory
     summary = context.stops.run(collect(config, options.out, context.console))
+    failed = f", {summary['failed']:.0%} failed" if summary["failed"] else ""
     print_lines(
         context.console,
         [
             f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, reward "
-            f"{number(summary['reward/mean'])}; to read them: turnwise show {as_given(options.out, place)}"
+            f"{number(summary['reward/mean'])}{failed}; to read them: turnwise show {as_given(options.out, place)}"
         ],
     )
     return 0

@@ -24,7 +24,7 @@ from turnwise.errors import ConfigError, RunError, counted
 from turnwise.record.completeness import check_record
 from turnwise.record.failures import FailureGroup, FailureGroups, ToolCallCounts
 from turnwise.record.lines import existing_file
-from turnwise.record.metric_names import metric_hint, metric_of, reward_part
+from turnwise.record.metric_names import metric_here, metric_hint, metric_of, reward_part
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
 from turnwise.record.summary import (
     evaluations_of,
@@ -539,6 +539,7 @@ def show_metrics(
     if not lines:
         raise RunError(f"{path.absolute()} has no metrics: it is missing or empty")
     known = list(dict.fromkeys(key for line in lines for key in line))
+    names = [name if name in known else metric_here(name, known) or name for name in names]
     present = [name for name in names if name in known]
     if present and form != "text":
         columns = dict.fromkeys(("step", *present))
@@ -681,7 +682,7 @@ def _others(groups: Sequence[FailureGroup], *, style: str) -> Iterator[Text]:
 
 
 def _shown_tool(name: str) -> str:
-    return name or "no tool"
+    return name or "no readable name"
 
 
 def _failure(group: FailureGroup, what: str) -> str:

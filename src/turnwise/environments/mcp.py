@@ -180,9 +180,9 @@ class Connection:
             self._told.add(tool)
             tail = "" if self._session is None else self._session.tail()
             _log.warning(
-                "the MCP server %r does not say why %s failed, and so the model is not told%s. Raise ToolError in the server "
-                "(docs/tools.md): of other exceptions, the official SDK prints a traceback, which takes a second, in which no "
-                "other call is answered",
+                "the MCP server %r does not say why %s failed, and so the model is not told%s. Raise ToolError in the server: of "
+                "other exceptions, the official SDK prints a traceback, which takes a second, in which no other call is answered "
+                "(unless the server has log_level='CRITICAL'; docs/tools.md)",
                 self.name,
                 tool,
                 tail,
@@ -538,7 +538,8 @@ def _end_of(written: str) -> str:
     while last > 0 and any(line.startswith(_CHAINED) for line in lines[starts[last - 1] : starts[last]]):
         last -= 1
     if last == len(starts) - 1:
-        return "\n".join(lines).strip()[-_TAIL:]
+        text = "\n".join(lines).strip()
+        return text if len(text) <= _TAIL else text[-_TAIL:].partition("\n")[2] or text[-_TAIL:]  # whole lines
     message = itertools.takewhile(bool, lines[starts[last] :])  # to an empty line
     return " ".join(message)[:_TAIL]
 

@@ -485,6 +485,12 @@ def metric_hint(name: str, known: Sequence[str] = ()) -> str:
     return f"; did you mean {close[0]}" if close else ""
 
 
+def metric_here(name: str, known: Sequence[str]) -> str | None:
+    """The metric of `known` that another library calls by this name and that is the same number; None if there is none."""
+    same = (ours for text, ours in _counterparts(name) if text == _SAME and ours in known)
+    return next(same, None)
+
+
 def reward_part(name: str) -> tuple[str, str] | None:
     """The part of the reward that a metric is of, and `mean` or `std`; None for another metric.
 
@@ -497,11 +503,14 @@ def reward_part(name: str) -> tuple[str, str] | None:
 _PART = re.compile(r"(?:eval/)?rewards/(.+)/(mean|std)")
 
 
+_SAME = "its name here is"
+
+
 def _counterparts(name: str) -> Iterator[tuple[str, str]]:
     """The metrics that have this name elsewhere; exact names before names with a variable part."""
     for variable in (False, True):
         for metric in METRICS:
-            for text, others in (("its name here is", metric.same), ("the nearest metric here is", metric.near)):
+            for text, others in ((_SAME, metric.same), ("the nearest metric here is", metric.near)):
                 for other in others:
                     match = _pattern(other).fullmatch(name)
                     if match is not None and variable == ("<" in other):

@@ -812,7 +812,8 @@ def _nearly_all_fail(use: ToolCallCounts) -> bool:
 def _most_frequent_call(use: ToolCallCounts) -> str:
     """The most frequent error of failed calls: `timeout, 'add', 4 times: add took longer than 30 s`."""
     name, group = use.ranked()[0]
-    return f"{group.kind}, {name!r:.80}, {group.count} times: {' '.join(group.message.split())[:160]}"
+    tool = f"{name!r:.80}, " if name else ""  # a call that cannot be read has no name
+    return f"{group.kind}, {tool}{group.count} times: {' '.join(group.message.split())[:160]}"
 
 
 def _most_frequent(failures: Sequence[Failure]) -> str:

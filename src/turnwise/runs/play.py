@@ -351,7 +351,7 @@ class Player:
             case "/help":
                 self.say(_HELP, *(f"  {text}" for text in COMMANDS.values()), style=_STYLE)
             case _ if word.startswith("/") and word not in COMMANDS:
-                self.say(f"{word} is no command{nearest(word, COMMANDS)}. {_HELP}", style="yellow")
+                self.say(f"{word} is no command{nearest(word, COMMANDS) or '.'} {_HELP}", style="yellow")
                 self.say(*(f"  {text}" for text in COMMANDS.values()), style=_STYLE)
             case _:
                 return False
