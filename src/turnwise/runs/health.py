@@ -185,7 +185,7 @@ class HealthMonitors:
     """The largest deviation of rewards of a window so far: solved and failed tasks have none, and are not noise."""
     _highest: Line | None = None
     """The step with the highest mean reward so far."""
-    _equal: deque[Line] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_EQUAL))
+    _rewarded: deque[Line] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_EQUAL))
     """The last steps with rewards."""
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class HealthMonitors:
             self._first.append(line)
         self._latest.append(line)
         if line.get("reward/mean") is not None:
-            self._equal.append(line)
+            self._rewarded.append(line)
             if self._highest is None or line["reward/mean"] >= self._highest["reward/mean"]:
                 self._highest = line
         if (rewards := self._rewards()) is not None:
@@ -331,7 +331,7 @@ class HealthMonitors:
             f"best checkpoint"
         )
         if (lost := self._lost(bound)) is not None:
-            step = self._equal[-1]["step"]
+            step = self._rewarded[-1]["step"]
             look = f"`turnwise show {self.config.output} --step {step}`"
             return RunProblem("reward_drop", f"{lost} (health.reward_drop={bound:g}). {advice}. Look at {look}")
         if best is None or latest is None:
@@ -351,7 +351,7 @@ class HealthMonitors:
     def _lost(self, bound: float) -> str | None:
         """That all conversations of some steps have the same reward, and one step before had higher ones. It needs no window:
         a model that an update has broken is so from one step to the next."""
-        last, highest = list(self._equal), self._highest
+        last, highest = list(self._rewarded), self._highest
         if highest is None or len(last) < _STEPS_OF_EQUAL or any(line.get("reward/std") != 0.0 for line in last):
             return None
         reward, before = last[-1]["reward/mean"], highest["reward/mean"]
