@@ -698,6 +698,8 @@ def test_the_servers_of_a_run_end_with_it(mcp: str, tmp_path: Path) -> None:
     assert gone(tmp_path)
 
     (tmp_path / "pid").unlink()
+    (tmp_path / "length.py").write_text("def length(completion):\n    return len(completion)\n")
+    tree |= {"reward": {"trajectory": [f"{tmp_path}/length.py:length"]}}  # tools of MCP servers give none
     trained = {**tree, "train": {"steps": 1, "batch_size": 2, "group_size": 2}, "output": str(tmp_path / "run")}
     train_silently(assemble(Config.model_validate(trained)))
     assert gone(tmp_path)

@@ -541,13 +541,14 @@ def test_values_and_returns_are_read_as_they_were_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [7, None, "seven", {"a": [1]}])
 def test_a_column_of_the_name_id_is_recorded_beside_the_id_of_the_row(value: Any, tmp_path: Path) -> None:
     one = hold(Says("a"), row=a_row("Hi", id="3", answer="4"))
-    one.row = Row(id="3", messages=one.row.messages, fields={"answer": "4", "id": value})
+    one.row = Row(id="3", messages=one.row.messages, fields={"id": value, "answer": "4"})
     path = tmp_path / "trajectories.jsonl"
     write_trajectories(path, [one])
     (found,) = read(path)
     assert (found.row.id, found.row.fields, found.row["id"]) == ("3", {"answer": "4", "id": value}, value)
     written = json.loads(path.read_text())
     assert (written["row"], written["row_columns"]) == ({"answer": "4", "id": "3"}, {"id": value})
+    assert list(written["row"]) == ["answer", "id"]  # wherever the column stood: a copy has the same bytes
     again = tmp_path / "again.jsonl"
     write_trajectories(again, [found])
     assert again.read_bytes() == path.read_bytes()

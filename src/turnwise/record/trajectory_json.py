@@ -198,6 +198,7 @@ def trajectory_record(
     """
     store = media or MediaStore(None)
     fields = {name: value for name, value in trajectory.row.fields.items() if name != "multi_modal_inputs"}  # tensors
+    columns = {name: value for name, value in fields.items() if name != "id"}
     error, mismatch = trajectory.error, trajectory.template_mismatch
     return {
         "schema": SCHEMA,
@@ -207,7 +208,10 @@ def trajectory_record(
         **_present({"agent": trajectory.agent, "policy": trajectory.policy, "episode": trajectory.episode}),
         **({} if trajectory.trained else {"trained": False}),
         **({"shares_reward": True} if trajectory.shares_reward else {}),
-        "row": {**_plain_mapping(store, fields), "id": trajectory.row.id},
+        "row": {
+            **_plain_mapping(store, columns),
+            "id": trajectory.row.id,
+        },  # last, also where there is a column of that name
         **({"row_columns": _plain_mapping(store, {"id": fields["id"]})} if "id" in fields else {}),
         "stop": trajectory.stop,
         "error": None if error is None else dataclasses.asdict(error),
