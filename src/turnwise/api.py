@@ -357,9 +357,8 @@ def _wait_for(work: Coroutine[Any, Any, T]) -> T:
 
     if _loop_is_running():
         return _in_thread(work)
-    with (
-        Stops() as stops
-    ):  # not while an exception is handled: each error of the run would be told as a consequence of it
+    # not while an exception is handled: each error of the run would be told as a consequence of it
+    with Stops() as stops:
         return stops.run(work)
 
 

@@ -139,8 +139,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--row", metavar="ID",
         help="the conversations on the row with this id (without a column of ids: its number from 1) in all steps, one line "
-        "each: step, sample, reward, last answer; with "
-        "--step, --worst, ..., these conversations in full",
+        "each: step, sample, reward, last answer; with --step, --worst, ..., these conversations in full",
     )  # fmt: skip
     for name, which in (("--worst", "lowest"), ("--best", "highest")):
         help_ = f"the N conversations with the {which} reward; of equal ones the latest"
@@ -561,11 +560,10 @@ def _show_metrics(console: Console, lines: Sequence[Mapping[str, Any]], names: S
         if values := [line[name] for line in lines if isinstance(line.get(name), int | float)]:
             written.append(sparkline(values))
     rows = [[str(line.get("step", "-")), *(exact_number(line.get(name)) for name in names)] for line in lines]
+    widths = [6, 0]  # a single metric needs no heading and no alignment
     if len(names) > 1:
         rows.insert(0, ["step", *names])
-    widths = [max(6, *map(len, column)) for column in zip(*rows, strict=True)]
-    # a single metric needs no alignment
-    widths = widths if len(names) > 1 else [6, 0]
+        widths = [max(6, *map(len, column)) for column in zip(*rows, strict=True)]
     written += ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     for text in written:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

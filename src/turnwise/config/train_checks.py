@@ -28,7 +28,7 @@ from turnwise.options.algorithm import (
     TurnReturn,
 )
 from turnwise.options.policies import PolicySection
-from turnwise.options.schema import Config, CurriculumSection, DataSection, QuantizationSection
+from turnwise.options.schema import Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
 from turnwise.user_code.algorithms import Needs, declared_needs
 
@@ -94,8 +94,7 @@ def _group_problems(config: Config, section: CreditSection) -> list[tuple[bool, 
 def _need_problems(config: Config, section: CreditSection) -> list[tuple[bool, str]]:
     """What the estimator needs and the recipe does not have."""
     reward = config.reward
-    functions = reward.functions
-    parts = len(functions) + environment_may_reward(config)
+    parts = _reward_parts(config)
     return [
         (
             section.normalises_parts and parts < 2,
@@ -149,6 +148,11 @@ def _tools_may_reward(config: Config) -> bool:
 def environment_may_reward(config: Config) -> bool:
     """Whether the environment or a tool may give rewards."""
     return config.environment.use not in WITHOUT_REWARD or _tools_may_reward(config)
+
+
+def _reward_parts(config: Config) -> int:
+    """The number of parts of the reward: functions, and what environment and tools give."""
+    return len(config.reward.functions) + environment_may_reward(config)
 
 
 # critic
@@ -271,10 +275,8 @@ def record_problems(config: Config) -> list[tuple[bool, str]]:
 
 def health_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
-    health, train, reward = config.health, config.train, config.reward
+    health, train = config.health, config.train
     used = {*changed_options(health), *health.stop}
-    functions = len(reward.functions)
-    others = environment_may_reward(config)
     of_teacher = next((name for name in ("teacher_gap", "teacher_growth") if name in used), None)
     of_rewards = next(iter(sorted(used & {"zero_std", "constant_reward", "reward_correlation", "reward_drop"})), None)
     alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
@@ -301,11 +303,11 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
             f"health.{of_rewards} has no effect with credit=none, because rewards are not learnt from: remove it",
         ),
         (
-            "reward_correlation" in used and functions + others < 2,
+            "reward_correlation" in used and _reward_parts(config) < 2,
             "health.reward_correlation has no effect, because the reward has only one part: remove it",
         ),
         (
-            "reward_drop" in used and config.data.curriculum != CurriculumSection(),
+            "reward_drop" in used and bool(changed_options(config.data.curriculum)),
             "health.reward_drop has no effect with data.curriculum, which chooses other rows as the model learns: remove it",
         ),
     ]

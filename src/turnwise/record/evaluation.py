@@ -95,10 +95,14 @@ def rate_estimate(shares: Sequence[float], *, samples: int) -> Estimate:
 def reward_estimate(by_row: Sequence[Sequence[float]]) -> Estimate:
     """The mean reward over rows, of the rewards of each row's conversations: with the interval of a share where all rewards are 0
     or 1, which stays in [0, 1], and else the t interval."""
-    means = [fmean(rewards) for rewards in by_row]
     if all(reward in (0.0, 1.0) for rewards in by_row for reward in rewards):
-        return rate_estimate(means, samples=max(map(len, by_row), default=1))
-    return estimate(means)
+        return _rate_of_rows(by_row)
+    return estimate([fmean(rewards) for rewards in by_row])
+
+
+def _rate_of_rows(by_row: Sequence[Sequence[float]]) -> Estimate:
+    """`rate_estimate` of the shares of the rows, of a 0 or 1 for each conversation of a row."""
+    return rate_estimate([fmean(values) for values in by_row], samples=max(map(len, by_row), default=1))
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
@@ -439,8 +443,7 @@ def _rewards(trajectories: Sequence[Trajectory]) -> Estimate:
 
 def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> Estimate:
     """The share of conversations whose value is 1."""
-    by_row = list(_by_row(trajectories, value).values())
-    return rate_estimate([fmean(values) for values in by_row], samples=max(map(len, by_row), default=1))
+    return _rate_of_rows(list(_by_row(trajectories, value).values()))
 
 
 def _part(trajectories: Sequence[Trajectory], passes: Callable[[Trajectory], float]) -> ResultPart:

@@ -208,10 +208,8 @@ def trajectory_record(
         **_present({"agent": trajectory.agent, "policy": trajectory.policy, "episode": trajectory.episode}),
         **({} if trajectory.trained else {"trained": False}),
         **({"shares_reward": True} if trajectory.shares_reward else {}),
-        "row": {
-            **_plain_mapping(store, columns),
-            "id": trajectory.row.id,
-        },  # last, also where there is a column of that name
+        # the id is last, also where there is a column of that name
+        "row": {**_plain_mapping(store, columns), "id": trajectory.row.id},
         **({"row_columns": _plain_mapping(store, {"id": fields["id"]})} if "id" in fields else {}),
         "stop": trajectory.stop,
         "error": None if error is None else dataclasses.asdict(error),

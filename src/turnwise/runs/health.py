@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from turnwise.options.schema import Config, CurriculumSection
-from turnwise.options.section import Use
+from turnwise.options.schema import Config
+from turnwise.options.section import Use, changed_options
 from turnwise.record.failures import ToolCallCounts
 from turnwise.record.metrics import (
     CUT,
@@ -179,6 +179,8 @@ class HealthMonitors:
     _first: list[Line] = field(default_factory=list)
     _latest: deque[Line] = field(init=False)
     """The last steps, at most `health.window`."""
+    _now: _Rewards | None = None
+    """The rewards of the last steps."""
     _best: _Rewards | None = None
     """The window with the highest rewards so far."""
     _deviation: float = 0.0
@@ -223,9 +225,10 @@ class HealthMonitors:
             self._rewarded.append(line)
             if self._highest is None or line["reward/mean"] >= self._highest["reward/mean"]:
                 self._highest = line
-        if (rewards := self._rewards()) is not None:
-            self._deviation = max(self._deviation, rewards.deviation)
-            self._best = rewards if self._best is None or rewards.mean >= self._best.mean else self._best
+        self._now = now = self._rewards()
+        if now is not None:
+            self._deviation = max(self._deviation, now.deviation)
+            self._best = now if self._best is None or now.mean >= self._best.mean else self._best
 
     def _compare(self, limit: _Limit, groups: Sequence[Group], slowest: str) -> RunProblem | None:
         bound = getattr(self.config.health, limit.name)
@@ -322,8 +325,8 @@ class HealthMonitors:
         )
 
     def _reward_drop(self) -> RunProblem | None:
-        bound, best, latest = self.config.health.reward_drop, self._best, self._rewards()
-        if bound is None or self.config.credit.name == "none" or self.config.data.curriculum != CurriculumSection():
+        bound, best, latest = self.config.health.reward_drop, self._best, self._now
+        if bound is None or self.config.credit.name == "none" or changed_options(self.config.data.curriculum):
             return None  # rows that a curriculum chooses become harder
         advice = (
             f"The model forgets what it could: look whether its answers are still language, then train again from an earlier "
